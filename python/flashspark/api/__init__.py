@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI and SGLang routes, tokenising and detokenising. Knows no torch."""

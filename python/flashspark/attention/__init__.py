@@ -1,0 +1,1 @@
+"""One attention interface, several backends, each declaring what it can do."""

@@ -1,0 +1,82 @@
+"""What an attention backend is given, what it gives back, and what it declares it can do.
+
+KV caches are `[num_slots, num_kv_heads, head_dim]`; slot = page id * page_size + offset. Page 0 is scratch:
+padding rows write there and nobody reads it. All index tensors are int64 on the model's device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RaggedQueries:
+    """Packed query rows of R requests: a prefill chunk or a verify window each, causal, bottom-right aligned.
+
+    Row i of request r sits at `positions`, its own K/V is already written at `slots` when attention runs, and
+    the request's last row sees `kv_lens[r]` keys. Rows past `qo_indptr[-1]` are padding: attention leaves their
+    output undefined but finite.
+    """
+
+    positions: Tensor  # [M]
+    slots: Tensor  # [M]
+    qo_indptr: Tensor  # [R + 1]
+    kv_lens: Tensor  # [R]
+    page_table: Tensor  # [R, max_pages]
+    page_size: int
+
+
+@dataclass(frozen=True)
+class BlockQueries:
+    """One draft block of `width` rows for each of R requests over their committed context.
+
+    Row j of request r sits at position `context_lens[r] + j`. The block's own K/V are handed over beside the
+    cache and never enter it; context keys are the slots of positions `0 … context_lens[r] - 1`.
+    """
+
+    context_lens: Tensor  # [R]
+    page_table: Tensor  # [R, max_pages]
+    page_size: int
+    width: int
+
+
+@dataclass(frozen=True)
+class AttentionCapabilities:
+    """What start-up checks ask before a mode is accepted."""
+
+    supports_ragged_verify: bool
+    supports_ragged_verify_graph: bool
+    supports_draft_block: bool
+
+
+class AttentionBackend(Protocol):
+    """One implementation of both attentions. Stateless between calls."""
+
+    name: str
+    capabilities: AttentionCapabilities
+
+    def ragged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float) -> Tensor:
+        """`q` [M, num_heads, head_dim] -> output of the same shape; grouped-query when heads differ."""
+        ...
+
+    def block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: BlockQueries,
+        scale: float,
+        causal: bool,
+        window: int | None,
+    ) -> Tensor:
+        """`q` [R, width, num_heads, head_dim], `k`/`v` [R, width, num_kv_heads, head_dim] -> shape of `q`.
+
+        A key is visible iff it is context or, when `causal`, not later in the block than the query; with a
+        `window`, additionally iff query position - key position < window.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Device side: model runner, KV pools, request rows and weight loading."""

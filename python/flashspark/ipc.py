@@ -1,0 +1,202 @@
+"""Typed messages between the API process and the scheduler process (msgspec over ZeroMQ, never pickle).
+
+The API process binds both sockets; the scheduler connects. `Channel` is one direction pair of one side.
+One message of the client can become several `GenerateRequest`s (a batch, `n` choices): each has its own
+`request_id`, and everything that comes back is keyed by it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+SpeculationMode = Literal["off", "static"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one choice asks of the target's distribution. Validated by the API; neutral values are the defaults.
+
+    Applied per row, in this order: repetition, frequency and presence penalties, logit bias, `min_new_tokens`
+    (masks end-of-sequence and stop ids), temperature, top-k, top-p, min-p. A temperature of at most 1e-5 (or
+    top_k = 1) means argmax.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = -1  # -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    presence_penalty: float = 0.0  # over output tokens
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True  # of the text in which stop strings are looked for
+    seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
+    """One prompt, one choice."""
+
+    request_id: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    choice_index: int = 0  # enters the random draws, so that `n` choices of one seed differ
+    speculation: SpeculationMode = "static"
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """Ends requests at once. Each still running or queued one answers with an `abort` finish."""
+
+    request_ids: list[str]
+    message: str = "aborted by the client"
+
+
+class StateRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one `StateReply` with the same `query_id`."""
+
+    query_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The scheduler leaves its loop and exits with code 0."""
+
+
+class FinishReason(msgspec.Struct, frozen=True):
+    """Why a request ended. `matched` is the stop id or the stop string; `status_code` an HTTP code for aborts."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class SpeculativeStats(msgspec.Struct, frozen=True):
+    """Verify statistics of one request so far.
+
+    `num_drafted` counts proposed drafts, `num_verified` those sent to the target, `num_accepted` those that
+    became output. Acceptance length = completion tokens / verify steps (bonus included).
+    """
+
+    num_verify_steps: int = 0
+    num_drafted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    accept_histogram: list[int] = []  # steps by number of accepted drafts, index 0 … gamma
+
+
+class RequestOutput(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one request, in order; the last message of a request carries `finish`."""
+
+    request_id: str
+    token_ids: list[int]  # only the new ones
+    finish: FinishReason | None = None
+    speculative: SpeculativeStats = SpeculativeStats()
+    num_retractions: int = 0
+    num_cached_tokens: int = 0
+
+
+class SchedulerReady(msgspec.Struct, frozen=True, tag=True):
+    """Sent once, when the engine can serve. Limits the API validates against."""
+
+    context_length: int  # prompt + output, at most
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_total_num_tokens: int  # KV capacity of the pool in tokens
+    max_running_requests: int
+    info: dict[str, int | float | str | bool | None | list[int] | list[str]]  # resolved values for /server_info
+
+
+class SchedulerFailed(msgspec.Struct, frozen=True, tag=True):
+    """Start-up or the loop failed; the process exits with a non-zero code right after."""
+
+    message: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Progress of the step loop, sent at least once a second while the loop turns."""
+
+    num_steps: int
+    num_running_reqs: int
+    num_queue_reqs: int
+    num_used_tokens: int
+
+
+class StateReply(msgspec.Struct, frozen=True, tag=True):
+    """Counters and live values, as plain JSON-able data, for /server_info and tests of conservation."""
+
+    query_id: int
+    state: dict[str, int | float | str | bool | None | list[int]]
+
+
+ToScheduler = GenerateRequest | AbortRequest | StateRequest | Shutdown
+FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply
+
+
+class SchedulerChannel:
+    """The scheduler's end: non-blocking receive, blocking wait, send. Not thread-safe."""
+
+    def __init__(self, requests_address: str, outputs_address: str) -> None:
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PULL)
+        self._requests.setsockopt(zmq.RCVHWM, 0)
+        self._requests.connect(requests_address)
+        self._outputs = self._context.socket(zmq.PUSH)
+        self._outputs.setsockopt(zmq.SNDHWM, 0)
+        self._outputs.connect(outputs_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToScheduler)
+
+    def receive_all(self, wait_ms: int = 0) -> list[ToScheduler]:
+        """Every message there is; waits up to `wait_ms` for the first one."""
+        messages: list[ToScheduler] = []
+        if not self._requests.poll(wait_ms):
+            return messages
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._requests.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """Queues the message; never blocks (no high-water mark: outputs are bounded by the running requests)."""
+        self._outputs.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Gives what is queued two seconds to leave, then closes."""
+        self._requests.close(linger=0)
+        self._outputs.close(linger=2000)
+        self._context.term()
+
+
+class ApiChannel:
+    """The API process's end, on its event loop. Binds both addresses before the scheduler starts."""
+
+    def __init__(self, requests_address: str, outputs_address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self._requests.setsockopt(zmq.SNDHWM, 0)
+        self._requests.bind(requests_address)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.bind(outputs_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromScheduler)
+
+    async def send(self, message: ToScheduler) -> None:
+        """Queues the message for the scheduler."""
+        await self._requests.send(self._encoder.encode(message))
+
+    async def receive(self) -> FromScheduler:
+        """The next message of the scheduler."""
+        return self._decoder.decode(await self._outputs.recv())
+
+    def close(self) -> None:
+        """Closes at once; what is unsent is dropped."""
+        self._context.destroy(linger=0)

@@ -1,0 +1,1 @@
+"""Custom operations, each one function with a torch reference. Imports nothing of the project."""

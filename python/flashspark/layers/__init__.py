@@ -1,0 +1,1 @@
+"""Building blocks that targets and drafts share."""

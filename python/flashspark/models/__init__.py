@@ -1,0 +1,1 @@
+"""Targets (Qwen3 dense) and drafts (DFlash, DFlash2)."""

@@ -1,0 +1,1 @@
+"""Host side: requests, admission, KV pages and the step loop. Knows no CUDA."""

@@ -1,0 +1,1 @@
+"""The heart: draft, lay out, verify, accept, commit."""
