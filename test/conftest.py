@@ -1,0 +1,28 @@
+"""Settings every test runs under: fixed thread counts, and markers that follow from the folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402 - after the thread counts, which torch reads once
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # float sums do not depend on the machine's core count
+
+E2E_DIR = Path(__file__).parent / "e2e"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_cuda = torch.cuda.is_available()
+    for item in items:
+        if E2E_DIR in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+        if not has_cuda and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
