@@ -68,12 +68,15 @@ class Server:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
+    def failure(self, what: str) -> DemoError:
+        """An error that ends with the last lines of this server's log."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-20:]
+        return DemoError("\n".join([f"{what}; the end of its log:", "", *lines]))
+
     def check_alive(self) -> None:
         code = self.process.poll()
         if code is not None:
-            raise DemoError(
-                f"the server stopped with exit code {code}; the end of its log:\n\n{self.log_tail()}"
-            )
+            raise self.failure(f"the server stopped with exit code {code}")
 
     def wait_ready(self, timeout_s: float) -> None:
         """Shows one moving line (a plain one where the output is no terminal) until /health answers 200."""
