@@ -1,0 +1,100 @@
+"""Runs the target and the draft over the running requests' KV pools. Owns the pools, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashspark.attention.interface import AttentionBackend, BlockQueries, RaggedQueries
+from flashspark.attention.kv_pool import KVPool
+from flashspark.models.dflash import DFlashDraft
+from flashspark.models.qwen3 import Qwen3
+
+from .request_rows import RequestRows
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Consecutive known tokens of one request, from position `start` on."""
+
+    row: int
+    start: int
+    token_ids: Sequence[int]
+
+
+class ModelRunner:
+    """Target, optional draft, their KV pools (same slot ids) and the request rows."""
+
+    def __init__(
+        self,
+        target: Qwen3,
+        draft: DFlashDraft | None,
+        request_rows: RequestRows,
+        num_slots: int,
+        backend: AttentionBackend,
+        draft_backend: AttentionBackend,
+    ) -> None:
+        self.target, self.draft, self.request_rows = target, draft, request_rows
+        self._backend, self._draft_backend = backend, draft_backend
+        self.device = request_rows.context_lens.device
+        self.target_pool = target.make_kv_pool(num_slots)
+        self.draft_pool: KVPool | None = draft.make_kv_pool(num_slots) if draft else None
+        self._capture_layers = draft.config.target_layer_ids if draft else ()
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length."""
+        rows = torch.tensor([chunk.row for chunk in chunks], device=self.device)
+        lens = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device)
+        starts = torch.tensor([chunk.start for chunk in chunks], device=self.device)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        qo_indptr = torch.zeros(len(chunks) + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(lens, 0, out=qo_indptr[1:])
+        request = torch.repeat_interleave(lens, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=self.device) - qo_indptr[request] + starts[request]
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        queries = RaggedQueries(
+            positions=positions,
+            slots=self.request_rows.slots(rows[request], positions),
+            qo_indptr=qo_indptr,
+            kv_lens=starts + lens,
+            page_table=self.request_rows.page_table[rows],
+            page_size=self.request_rows.page_size,
+        )
+        self._run_target(torch.tensor(token_ids, device=self.device), queries)
+
+    def verify(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
+        """Runs packed verify rows and injects all of them into the draft's context.
+
+        Rows that end up rejected leave K/V beyond the committed length, where the next step writes again.
+
+        Returns:
+            Target logits float32 [M, V].
+        """
+        return self.target.logits(self._run_target(input_ids, queries))
+
+    def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
+        """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""
+        assert self.draft is not None and self.draft_pool is not None
+        block_ids = torch.full((rows.shape[0], width), self.draft.config.mask_token_id, device=self.device)
+        block_ids[:, 0] = self.request_rows.anchors[rows]
+        queries = BlockQueries(
+            context_lens=self.request_rows.context_lens[rows],
+            page_table=self.request_rows.page_table[rows],
+            page_size=self.request_rows.page_size,
+            width=width,
+        )
+        return self.draft.forward_block(
+            self.target.embed(block_ids), queries, self.draft_pool, self._draft_backend
+        )
+
+    def _run_target(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
+        hidden = self.target.forward(
+            input_ids, queries, self.target_pool, self._backend, self._capture_layers
+        )
+        if self.draft is not None:
+            assert hidden.features is not None and self.draft_pool is not None
+            self.draft.inject(hidden.features, queries.positions, queries.slots, self.draft_pool)
+        return hidden.final

@@ -1,0 +1,80 @@
+"""Cutoff accept: how much of each drafted prefix the target keeps, and the token that follows it.
+
+Rows are block-aligned: target row i of a request is its distribution after the anchor and i drafts. A request
+whose verify length is L has rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Rows and drafts
+past the cutoff may hold anything finite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .target_probs import sample_categorical
+
+
+def _accepted_prefix(matches: Tensor, verify_lens: Tensor) -> Tensor:
+    """`matches` bool [R, gamma], `verify_lens` [R] -> number of leading matches below the cutoff, int64 [R]."""
+    position = torch.arange(matches.shape[1], device=matches.device)
+    return (matches & (position < (verify_lens - 1)[:, None])).to(torch.int64).cumprod(1).sum(1)
+
+
+def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Longest drafted prefix that equals the target's argmax; then the argmax of the row after it.
+
+    Args:
+        target_ids: int64 [R, gamma + 1], argmax per row.
+        drafts: int64 [R, gamma].
+        verify_lens: int64 [R], 1 … gamma + 1.
+
+    Returns:
+        number of accepted drafts int64 [R], following token int64 [R].
+    """
+    num_accepted = _accepted_prefix(target_ids[:, :-1] == drafts, verify_lens)
+    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1)
+
+
+def accept_sampled(
+    probs: Tensor,
+    drafts: Tensor,
+    candidate_ids: Tensor,
+    candidate_probs: Tensor,
+    verify_lens: Tensor,
+    accept_uniforms: Tensor,
+    final_uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling (Leviathan et al. 2023) with drafts drawn from sparse distributions.
+
+    Draft d of row i is kept iff u * q_i(d) < p_i(d). At the first rejection the following token is drawn from
+    max(p - q, 0) over the whole vocabulary; where the block or the cutoff ended without one, from p itself.
+
+    Args:
+        probs: float32 [R, gamma + 1, V], the target's p per row.
+        drafts: int64 [R, gamma].
+        candidate_ids: int64 [R, gamma, K], distinct within a row.
+        candidate_probs: float32 [R, gamma, K], the q each draft was drawn from; zero off the candidates.
+        verify_lens: int64 [R].
+        accept_uniforms: float64 [R, gamma].
+        final_uniforms: float64 [R, gamma + 1]; only the entry of the row after the accepted prefix is used.
+
+    Returns:
+        number of accepted drafts int64 [R], following token int64 [R].
+    """
+    _, num_rows, vocab_size = probs.shape
+    if num_rows == 1:  # nothing drafted
+        return torch.zeros_like(verify_lens), sample_categorical(probs[:, 0], final_uniforms[:, 0])
+    p_draft = probs[:, :-1].gather(2, drafts[..., None]).squeeze(2)
+    q_draft = (candidate_probs * (candidate_ids == drafts[..., None])).sum(2)
+    num_accepted = _accepted_prefix(accept_uniforms * q_draft < p_draft, verify_lens)
+
+    row = num_accepted[:, None]
+    weights = probs.gather(1, row[..., None].expand(-1, 1, vocab_size)).squeeze(1)
+    rejected = num_accepted < verify_lens - 1
+    # Rows past the last draft have no q; clamp the index and mask.
+    draft_row = num_accepted.clamp(max=num_rows - 2)[:, None, None].expand(-1, 1, candidate_ids.shape[2])
+    q = candidate_probs.gather(1, draft_row).squeeze(1) * rejected[:, None]
+    residual = weights.scatter_add(1, candidate_ids.gather(1, draft_row).squeeze(1), -q).clamp_(min=0.0)
+    # p = q up to rounding leaves no residual mass, though a rejection was drawn: p is then the right fallback.
+    has_mass = residual.sum(1, keepdim=True) > 0
+    weights = torch.where(has_mass, residual, weights)
+    return num_accepted, sample_categorical(weights, final_uniforms.gather(1, row).squeeze(1))

@@ -1,0 +1,230 @@
+"""What each running request asks of the target's distribution, by request row.
+
+Plain greedy requests cost nothing here. Requests that sample, or whose logits are adjusted (penalties, bias,
+`min_new_tokens`), are listed on the host, which knows who they are without asking the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flashspark.kernels.philox import step_uniforms
+from flashspark.kernels.target_probs import adjust_logits, target_probs
+
+GREEDY_TEMPERATURE = 1e-5  # at or below it a request is greedy; one constant everywhere
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling settings of one request; neutral defaults. `stop_ids` are suppressed below `min_new_tokens`."""
+
+    seed: int
+    choice_index: int = 0
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Argmax instead of a draw."""
+        return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change before the argmax or the draw."""
+        penalised = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return penalised or bool(self.logit_bias) or (self.min_new_tokens > 0 and len(self.stop_ids) > 0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class _Adjustment:
+    """Vocabulary-wide state of one request that adjusts logits; `output_counts` advances with every commit."""
+
+    output_counts: Tensor  # int32 [V]
+    prompt_seen: Tensor  # bool [V]
+    bias: Tensor  # float32 [V]
+    stops: Tensor  # bool [V]
+
+
+@dataclass(frozen=True)
+class StepSampling:
+    """The batch's view of one step. Index tensors are None where nobody is meant."""
+
+    greedy: Tensor  # bool [R]
+    temperature: Tensor  # float32 [R]; 1 for greedy rows
+    sampled: Tensor | None  # int64 [S], batch indices of requests that draw
+    adjusted: Tensor | None  # int64 [A], batch indices of requests whose logits change
+    adjusted_rows: list[int]  # their request rows
+    adjusted_among_sampled: tuple[list[int], list[int]]  # who does both: places in `sampled`, in `adjusted`
+    truncates: bool  # whether any drawing request cuts its distribution
+    uniforms: Tensor | None  # float64 [R, W, 3]: draft, accept, following token; None when nobody draws
+
+
+class SamplingRows:
+    """Sampling settings of the running requests, by request row."""
+
+    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_reqs, dtype=dtype, device=device)
+
+        self._vocab_size, self._device = vocab_size, device
+        self._params: dict[int, RowSampling] = {}
+        self._adjustments: dict[int, _Adjustment] = {}
+        self._seeds, self._choices, self._steps = (zeros(torch.int64) for _ in range(3))
+        self._prompt_lens, self._min_new_tokens, self._top_k = (zeros(torch.int64) for _ in range(3))
+        self._temperature, self._top_p, self._min_p = (zeros(torch.float32) for _ in range(3))
+        self._repetition, self._frequency, self._presence = (zeros(torch.float32) for _ in range(3))
+
+    def assign(
+        self, row: int, params: RowSampling, prompt_ids: Sequence[int], output_ids: Sequence[int], step_index: int
+    ) -> None:
+        """Takes over `row`. `output_ids` and `step_index` are non-empty and positive after a retraction."""
+        self._params[row] = params
+        self._seeds[row], self._choices[row], self._steps[row] = params.seed, params.choice_index, step_index
+        self._prompt_lens[row], self._min_new_tokens[row] = len(prompt_ids), params.min_new_tokens
+        self._temperature[row] = 1.0 if params.is_greedy else params.temperature
+        self._top_k[row], self._top_p[row], self._min_p[row] = params.top_k, params.top_p, params.min_p
+        self._repetition[row] = params.repetition_penalty
+        self._frequency[row], self._presence[row] = params.frequency_penalty, params.presence_penalty
+        if params.adjusts_logits:
+            self._adjustments[row] = self._make_adjustment(params, prompt_ids, output_ids)
+
+    def release(self, row: int) -> None:
+        """Gives `row` back."""
+        self._params.pop(row)
+        self._adjustments.pop(row, None)
+
+    @property
+    def num_assigned(self) -> int:
+        """Rows in use."""
+        return len(self._params)
+
+    def begin_step(self, rows: Tensor, row_list: Sequence[int], width: int) -> StepSampling:
+        """Who draws and who adjusts in this step, and the step's uniforms."""
+        greedy = [self._params[row].is_greedy for row in row_list]
+        sampled = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+        adjusted = [i for i, row in enumerate(row_list) if row in self._adjustments]
+
+        both = [i for i in adjusted if not greedy[i]]
+
+        def index(members: list[int]) -> Tensor | None:
+            return torch.tensor(members, device=self._device) if members else None
+
+        uniforms = None
+        if sampled:
+            uniforms = step_uniforms(self._seeds[rows], self._choices[rows], self._steps[rows], width)[..., :3]
+        return StepSampling(
+            greedy=torch.tensor(greedy, device=self._device),
+            temperature=self._temperature[rows],
+            sampled=index(sampled),
+            adjusted=index(adjusted),
+            adjusted_rows=[row_list[i] for i in adjusted],
+            adjusted_among_sampled=([sampled.index(i) for i in both], [adjusted.index(i) for i in both]),
+            truncates=any(self._params[row_list[i]].truncates for i in sampled),
+            uniforms=uniforms,
+        )
+
+    def adjust(self, rows: list[int], logits: Tensor, drafts: Tensor, context_lens: Tensor) -> Tensor:
+        """Adjusted logits along the drafted prefix of each request.
+
+        Row i sees the counts of the output and of the i drafts before it, and suppresses stop ids while fewer
+        than `min_new_tokens` tokens would stand before its own.
+
+        Args:
+            rows: A request rows.
+            logits: float32 [A, W, V].
+            drafts: int64 [A, W - 1].
+            context_lens: int64 [A], n before the step.
+        """
+        num_reqs, width, vocab_size = logits.shape
+        state = [self._adjustments[row] for row in rows]
+        index = torch.tensor(rows, device=self._device)
+        drafted = torch.zeros(num_reqs, width, vocab_size, dtype=torch.int32, device=self._device)
+        drafted[:, 1:].scatter_(2, drafts[..., None], 1)
+        counts = torch.stack([s.output_counts for s in state])[:, None] + drafted.cumsum(1)
+        output_len = context_lens + 1 - self._prompt_lens[index]
+        row_output_len = output_len[:, None] + torch.arange(width, device=self._device)
+        below_minimum = row_output_len < self._min_new_tokens[index, None]
+        suppressed = below_minimum[..., None] & torch.stack([s.stops for s in state])[:, None]
+
+        def per_row(vector: Tensor) -> Tensor:
+            return vector[index].repeat_interleave(width)
+
+        def flat(matrix: Tensor) -> Tensor:
+            return matrix[:, None].expand(-1, width, -1).reshape(-1, vocab_size)
+
+        return adjust_logits(
+            logits.reshape(-1, vocab_size),
+            counts.reshape(-1, vocab_size),
+            flat(torch.stack([s.prompt_seen for s in state])),
+            per_row(self._repetition),
+            per_row(self._frequency),
+            per_row(self._presence),
+            flat(torch.stack([s.bias for s in state])),
+            suppressed.reshape(-1, vocab_size),
+        ).view(num_reqs, width, vocab_size)
+
+    def probs(self, rows: Tensor, logits: Tensor, truncates: bool) -> Tensor:
+        """The serving distribution of requests that draw: `rows` int64 [S], `logits` [S, W, V] -> [S, W, V].
+
+        `truncates` false promises that none of them uses top-k, top-p or min-p, and saves a sort.
+        """
+        width, vocab_size = logits.shape[1:]
+
+        def per_row(vector: Tensor) -> Tensor:
+            return vector[rows].repeat_interleave(width)
+
+        flat = logits.reshape(-1, vocab_size)
+        temperature = per_row(self._temperature)
+        if not truncates:
+            return torch.softmax(flat / temperature[:, None], dim=-1).view(logits.shape)
+        top_k, top_p, min_p = per_row(self._top_k), per_row(self._top_p), per_row(self._min_p)
+        return target_probs(flat, temperature, top_k, top_p, min_p).view(logits.shape)
+
+    def commit(self, rows: Tensor, step: StepSampling, tokens: Tensor, num_tokens: Tensor) -> None:
+        """Counts committed tokens [R, W] (the first `num_tokens[r]` of each) and moves to the next step index."""
+        self._steps[rows] += 1
+        if step.adjusted is None:
+            return
+        kept = torch.arange(tokens.shape[1], device=self._device) < num_tokens[:, None]
+        for row, index in zip(step.adjusted_rows, step.adjusted.unbind(), strict=True):
+            self._adjustments[row].output_counts.scatter_add_(0, tokens[index], kept[index].to(torch.int32))
+
+    def _make_adjustment(
+        self, params: RowSampling, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> _Adjustment:
+        def ids(members: Sequence[int]) -> Tensor:
+            return torch.tensor(list(members), dtype=torch.int64, device=self._device)
+
+        def flags(members: Sequence[int]) -> Tensor:
+            return torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device).index_fill_(
+                0, ids(members), True
+            )
+
+        bias = torch.zeros(self._vocab_size, device=self._device)
+        if params.logit_bias:
+            bias[ids(list(params.logit_bias))] = torch.tensor(
+                list(params.logit_bias.values()), device=self._device
+            )
+        return _Adjustment(
+            output_counts=torch.bincount(ids(output_ids), minlength=self._vocab_size).to(torch.int32),
+            prompt_seen=flags(prompt_ids),
+            bias=bias,
+            stops=flags(params.stop_ids),
+        )

@@ -1,0 +1,51 @@
+"""What flows between the stages of a decode step. R requests, W = gamma + 1 rows per full block, M packed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flashspark.attention.interface import RaggedQueries
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What the host hands over for one decode step.
+
+    Host and device copies of the same small facts travel together, so that no stage has to ask the device.
+    """
+
+    rows: Tensor  # int64 [R], request rows
+    row_list: list[int]
+    verify_caps: Tensor  # int64 [R], most rows this step may verify: 1 … W
+    cap_list: list[int]
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Drafts and the sparse distributions they were drawn from (a point mass for greedy rows).
+
+    Requests that were not drafted have zeros everywhere, and a verify length of 1.
+    """
+
+    tokens: Tensor  # int64 [R, gamma]
+    candidate_ids: Tensor  # int64 [R, gamma, K]
+    candidate_probs: Tensor  # float32 [R, gamma, K]
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """The packed verify rows. Row i of request r is packed row `queries.qo_indptr[r] + i`."""
+
+    input_ids: Tensor  # int64 [M]
+    queries: RaggedQueries
+    block_rows: Tensor  # int64 [R, W]: packed row of block row i; past the verify length, of the last one
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step commits: `tokens[r, :num_tokens[r]]` are accepted drafts and the token that follows them."""
+
+    tokens: Tensor  # int64 [R, W]
+    num_tokens: Tensor  # int64 [R], 1 … W
