@@ -1,0 +1,188 @@
+"""A model folder's tokenizer: encode, decode, chat template, end-of-sequence ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .chat_template import ChatTemplate, ChatTemplateError
+from .detokenizer import (
+    ByteLevelDetokenizer,
+    IncrementalDetokenizer,
+    WindowDetokenizer,
+    byte_level_bytes,
+)
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TokenizerLoadError(ValueError):
+    """The folder's tokenizer files are absent or broken; the message names the file."""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerLoadError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """Special tokens are written as a string or as an object with its `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders") or []
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+class TextTokenizer:
+    """Text to ids and back for one model. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
+        self._special_ids = {
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._bytes_of_id: dict[int, bytes] = {}
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+
+    @classmethod
+    def load(cls, path: str | Path, chat_template: str | None = None) -> TextTokenizer:
+        """Reads `tokenizer.json` and its neighbours; `chat_template` (a file or a text) replaces theirs."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerLoadError(f"{folder} has no tokenizer.json; --tokenizer-path names another folder")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare exceptions
+            raise TokenizerLoadError(f"{file} cannot be loaded: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = {name: _token_text(settings.get(name)) for name in _SPECIAL_TOKEN_NAMES}
+        special_tokens = {name: text for name, text in special.items() if text is not None}
+        return cls(
+            tokenizer,
+            eos_token_ids=_eos_token_ids(folder, tokenizer, special_tokens.get("eos_token")),
+            chat_template=_load_chat_template(folder, settings, special_tokens, chat_template),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries including added tokens. A model's own vocabulary may be padded beyond it."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work."""
+        return self._chat_template is not None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Blocking for long texts: call it from a thread there."""
+        # The batch call is the one that lets other Python threads run meanwhile.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids outside the vocabulary stand for nothing."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh incremental decoder for one request."""
+        if not self._byte_level:
+            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+        if skip_special_tokens:
+            special = self._special_ids
+            return ByteLevelDetokenizer(lambda i: b"" if i in special else self._token_bytes(i))
+        return ByteLevelDetokenizer(self._token_bytes)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        cached = self._bytes_of_id.get(token_id)
+        if cached is None:
+            token = self._tokenizer.id_to_token(token_id)
+            cached = b"" if token is None else byte_level_bytes(token)
+            self._bytes_of_id[token_id] = cached
+        return cached
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as prompt text. Encode it with `add_special_tokens=False`: the template has them."""
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template; --chat-template can name one")
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) -> set[int]:
+    """Every id that some file of the folder calls an end: a chat model often has two."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids.update(item for item in values if isinstance(item, int) and not isinstance(item, bool))
+    if eos_token is not None:
+        token_id = tokenizer.token_to_id(eos_token)
+        if token_id is not None:
+            ids.add(token_id)
+    return ids
+
+
+def _load_chat_template(
+    folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str], override: str | None
+) -> ChatTemplate | None:
+    source: Any = settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        source = file.read_text(encoding="utf-8")
+    if override is not None:
+        path = Path(override)
+        if path.is_file():
+            source = path.read_text(encoding="utf-8")
+        elif "{" in override:
+            source = override
+        else:
+            raise TokenizerLoadError(f"--chat-template {override}: no such file")
+    return ChatTemplate(source, special_tokens) if isinstance(source, str) and source else None
