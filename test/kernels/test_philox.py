@@ -1,6 +1,7 @@
 """Philox against the published known-answer vectors, and the independence that decoding relies on."""
 
 import torch
+
 from flashspark.kernels.philox import philox4x32, step_uniforms
 
 KNOWN_ANSWERS = [  # counter, key, result: Random123's kat_vectors for philox4x32, 10 rounds
@@ -39,6 +40,6 @@ def test_seed_choice_step_row_and_purpose_all_matter():
 
 def test_uniform_moments():
     u = step_uniforms(torch.arange(2000), torch.zeros(2000, dtype=torch.int64), torch.arange(2000), 8)
-    assert 0.0 < u.min() and u.max() < 1.0
+    assert u.min() > 0.0 and u.max() < 1.0
     assert abs(u.mean() - 0.5) < 0.005
     assert abs(u.var() - 1 / 12) < 0.002

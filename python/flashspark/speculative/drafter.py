@@ -20,7 +20,9 @@ class Drafter(Protocol):
 
     gamma: int
 
-    def propose(self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None) -> DraftBlock:
+    def propose(
+        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+    ) -> DraftBlock:
         """Drafts for `rows` int64 [R].
 
         Args:
@@ -38,7 +40,9 @@ class DFlashDrafter:
         self._runner, self._draft = runner, draft
         self.gamma = draft.config.gamma
 
-    def propose(self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None) -> DraftBlock:
+    def propose(
+        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+    ) -> DraftBlock:
         """See `Drafter`; neither temperature nor noise plays a part."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
         ids, _ = self._candidates(hidden, 1)
@@ -60,7 +64,9 @@ class DFlash2Drafter(DFlashDrafter):
         super().__init__(runner, draft)
         self._selector = draft.selector
 
-    def propose(self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None) -> DraftBlock:
+    def propose(
+        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+    ) -> DraftBlock:
         """See `Drafter`."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
         ids, scores = self._candidates(hidden, self._selector.top_k)

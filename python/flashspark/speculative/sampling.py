@@ -43,7 +43,11 @@ class RowSampling:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits change before the argmax or the draw."""
-        penalised = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        penalised = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
         return penalised or bool(self.logit_bias) or (self.min_new_tokens > 0 and len(self.stop_ids) > 0)
 
     @property
@@ -92,7 +96,12 @@ class SamplingRows:
         self._repetition, self._frequency, self._presence = (zeros(torch.float32) for _ in range(3))
 
     def assign(
-        self, row: int, params: RowSampling, prompt_ids: Sequence[int], output_ids: Sequence[int], step_index: int
+        self,
+        row: int,
+        params: RowSampling,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        step_index: int,
     ) -> None:
         """Takes over `row`. `output_ids` and `step_index` are non-empty and positive after a retraction."""
         self._params[row] = params
@@ -128,7 +137,9 @@ class SamplingRows:
 
         uniforms = None
         if sampled:
-            uniforms = step_uniforms(self._seeds[rows], self._choices[rows], self._steps[rows], width)[..., :3]
+            uniforms = step_uniforms(self._seeds[rows], self._choices[rows], self._steps[rows], width)[
+                ..., :3
+            ]
         return StepSampling(
             greedy=torch.tensor(greedy, device=self._device),
             temperature=self._temperature[rows],

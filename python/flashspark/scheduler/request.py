@@ -1,0 +1,146 @@
+"""One request as the host sees it: its tokens, what it holds, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashspark.ipc import FinishReason, GenerateRequest, SpeculativeStats
+from flashspark.speculative.sampling import RowSampling
+from flashspark.text.detokenizer import IncrementalDetokenizer
+from flashspark.text.stop import StopMatcher
+from flashspark.text.tokenizer import TextTokenizer
+
+
+class StopChecker:
+    """Finds the token at which a request ends: a stop id, a stop string, or the length limit."""
+
+    def __init__(
+        self, request: GenerateRequest, eos_token_ids: frozenset[int], tokenizer: TextTokenizer | None
+    ) -> None:
+        sampling = request.sampling
+        self._max_new_tokens, self._min_new_tokens = sampling.max_new_tokens, sampling.min_new_tokens
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self.stop_ids |= eos_token_ids
+        self._num_tokens = 0
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if sampling.stop:
+            if tokenizer is None:
+                raise ValueError(
+                    "stop strings need a tokenizer: drop --skip-tokenizer-init or the field 'stop'"
+                )
+            self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens)
+            self._matcher = StopMatcher(sampling.stop)
+
+    def push(self, token: int) -> FinishReason | None:
+        """The next output token; the reason if the request ends with it."""
+        self._num_tokens += 1
+        text = self._detokenizer.push([token]) if self._detokenizer else ""
+        if self._num_tokens >= max(self._min_new_tokens, 1):
+            if token in self.stop_ids:
+                return FinishReason("stop", matched=token)
+            match = self._matcher.push(text) if text else None
+            if match is not None:
+                return FinishReason("stop", matched=match.stop)
+        if self._num_tokens >= self._max_new_tokens:
+            return FinishReason("length")
+        return None
+
+
+@dataclass
+class Request:
+    """Tokens and holdings of one request.
+
+    `tokens` is prompt + output; K/V is committed for the first `context_len` of them. A request decodes once
+    all but its last token, the anchor, are committed, which goes for a fresh prompt and for a resumed one alike.
+    """
+
+    message: GenerateRequest
+    arrival: int  # order of arrival; smaller is older
+    seed: int
+    stop_checker: StopChecker
+    gamma: int  # drafts per step this request may ask for; 0 without speculation
+    tokens: list[int] = field(init=False)
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    context_len: int = 0
+    num_verify_steps: int = 0  # also the index that keys the random draws; survives retraction
+    num_drafted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    num_retractions: int = 0
+    accept_histogram: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.message.input_ids)
+        self.accept_histogram = [0] * (self.gamma + 1)
+
+    @property
+    def request_id(self) -> str:
+        """The id everything about it is sent under."""
+        return self.message.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.message.input_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens it may still produce."""
+        return self.message.sampling.max_new_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def is_decodable(self) -> bool:
+        """Everything but the anchor is committed."""
+        return self.context_len == len(self.tokens) - 1
+
+    @property
+    def verify_cap(self) -> int:
+        """Most rows a step may verify. Never more than it may still emit, so no step runs past its last position."""
+        return min(self.gamma + 1, self.num_remaining)
+
+    def row_sampling(self) -> RowSampling:
+        """Its settings as the device side wants them."""
+        sampling = self.message.sampling
+        return RowSampling(
+            seed=self.seed,
+            choice_index=self.message.choice_index,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_ids=sorted(self.stop_checker.stop_ids),
+        )
+
+    def append_step(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Takes what a verify step committed, cut at the first stop. Returns what was kept and the reason if any."""
+        kept: list[int] = []
+        finish = None
+        for token in tokens:
+            kept.append(token)
+            finish = self.stop_checker.push(token)
+            if finish is not None:
+                break
+        self.tokens += kept
+        self.context_len += len(tokens)
+        num_accepted = min(len(tokens) - 1, len(kept))
+        self.num_accepted += num_accepted
+        self.num_verify_steps += 1
+        self.accept_histogram[num_accepted] += 1
+        return kept, finish
+
+    def statistics(self) -> SpeculativeStats:
+        """Verify statistics so far."""
+        return SpeculativeStats(
+            num_verify_steps=self.num_verify_steps,
+            num_drafted=self.num_drafted,
+            num_verified=self.num_verified,
+            num_accepted=self.num_accepted,
+            accept_histogram=list(self.accept_histogram),
+        )

@@ -1,0 +1,250 @@
+"""The step loop: admit, prefill a little, verify one block of every running request, hand out what it gave.
+
+This is the synchronous loop: a step's tokens are handled before the next step starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from flashspark.engine.model_runner import PrefillChunk
+from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
+from flashspark.speculative.types import StepBatch
+from flashspark.speculative.worker import SpeculativeWorker
+from flashspark.text.tokenizer import TextTokenizer
+
+from .request import Request, StopChecker
+from .residency import Residency
+from .step_record import StepRecord, decode_log_line
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the scheduler may use. Tokens unless named otherwise."""
+
+    context_length: int  # prompt + output of one request
+    max_running_requests: int
+    num_pages: int
+    page_size: int
+    chunked_prefill_size: int  # prefill tokens per loop turn; at least 1
+    decode_log_interval: int = 40  # decode steps per log line; 0: none
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """KV capacity of the pool."""
+        return self.num_pages * self.page_size
+
+
+class Scheduler:
+    """Requests in, tokens out, one step at a time. Single-threaded; knows neither sockets nor devices."""
+
+    def __init__(
+        self,
+        worker: SpeculativeWorker,
+        limits: SchedulerLimits,
+        send: Callable[[RequestOutput], None],
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: TextTokenizer | None = None,
+        random_seed: int = 0,
+    ) -> None:
+        self.limits, self._worker, self._send = limits, worker, send
+        self._eos_token_ids, self._tokenizer = frozenset(eos_token_ids), tokenizer
+        self.residency = Residency(
+            worker.runner.request_rows, worker.sampling, limits.max_running_requests, limits.num_pages
+        )
+        self._requests: dict[str, Request] = {}
+        self._num_arrivals = 0
+        self._random_seed = random_seed
+        self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
+        self.num_steps = 0
+        self.totals = dict.fromkeys(
+            ("finished", "aborted", "output_tokens", "verify_steps", "aborted_mid_block"), 0
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._requests)
+
+    def add(self, message: GenerateRequest) -> None:
+        """Queues a request. One that can never run is answered with an abort that says why."""
+        problem = self._refusal(message)
+        if problem is not None:
+            self._send(
+                RequestOutput(message.request_id, [], FinishReason("abort", message=problem, status_code=400))
+            )
+            return
+        if message.sampling.max_new_tokens == 0:
+            self._send(RequestOutput(message.request_id, [], FinishReason("length")))
+            return
+        self._num_arrivals += 1
+        request = Request(
+            message=message,
+            arrival=self._num_arrivals,
+            seed=self._seed_for(message),
+            stop_checker=StopChecker(message, self._eos_token_ids, self._tokenizer),
+            gamma=0 if message.speculation == "off" else self._worker.gamma,
+        )
+        self._requests[request.request_id] = request
+        self.residency.enqueue(request)
+
+    def abort(self, request_ids: Iterable[str], message: str) -> None:
+        """Ends requests wherever they are; ids that are unknown or already ended are passed over."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self.totals["aborted"] += 1
+                self.totals["aborted_mid_block"] += request.num_verify_steps > 0
+                self._end(request, [], FinishReason("abort", message=message))
+
+    def step(self) -> None:
+        """One turn: admit, one prefill chunk, one decode step."""
+        started = time.perf_counter()
+        self.residency.admit()
+        num_prefill_tokens = self._prefill()
+        running = self.residency.grow([r for r in self.residency.residents if r.is_decodable])
+        num_output_tokens, num_verify_tokens = self._decode(running) if running else (0, 0)
+        self.num_steps += 1
+        self.records.append(
+            StepRecord(
+                forward_ct=self.num_steps,
+                num_reqs=len(running),
+                num_prefill_tokens=num_prefill_tokens,
+                num_verify_tokens=num_verify_tokens,
+                num_output_tokens=num_output_tokens,
+                step_ms=(time.perf_counter() - started) * 1e3,
+            )
+        )
+        self._log()
+
+    def state(self) -> dict[str, int | float]:
+        """Counters for /server_info; the free counts equal the totals once nothing is left to do."""
+        residency = self.residency
+        steps = self.totals["verify_steps"]
+        return {
+            "num_running_reqs": len(residency.residents),
+            "num_queue_reqs": len(residency.queue),
+            "num_free_rows": residency.num_free_rows,
+            "max_running_requests": residency.max_running_requests,
+            "num_free_pages": residency.allocator.num_free,
+            "num_pages": residency.allocator.num_pages,
+            "num_sampling_rows": self._worker.sampling.num_assigned,
+            "num_used_tokens": residency.num_used_tokens,
+            "num_retractions": residency.num_retractions,
+            "num_steps": self.num_steps,
+            "avg_spec_accept_length": self.totals["output_tokens"] / steps if steps else 0.0,
+            **self.totals,
+        }
+
+    def _refusal(self, message: GenerateRequest) -> str | None:
+        sampling = message.sampling
+        total = len(message.input_ids) + sampling.max_new_tokens
+        if message.request_id in self._requests:
+            return f"request id {message.request_id!r} is already in flight"
+        if not message.input_ids:
+            return "the prompt is empty"
+        if total > self.limits.context_length:
+            return f"prompt and max_new_tokens take {total} tokens, the context length is {self.limits.context_length}"
+        if total - 1 > self.limits.max_total_num_tokens:
+            return (
+                f"prompt and max_new_tokens take {total - 1} KV slots, the whole pool has "
+                f"{self.limits.max_total_num_tokens}: lower max_new_tokens or raise --max-total-tokens"
+            )
+        if sampling.stop and self._tokenizer is None:
+            return "'stop' needs a tokenizer, and the server was started with --skip-tokenizer-init"
+        return None
+
+    def _seed_for(self, message: GenerateRequest) -> int:
+        if message.sampling.seed is not None:
+            return message.sampling.seed
+        # Distinct per request and reproducible for a fixed --random-seed and order of arrival.
+        return (self._random_seed << 32) + self._num_arrivals
+
+    def _prefill(self) -> int:
+        """Runs up to `chunked_prefill_size` prompt tokens of the oldest unfinished prefills. Returns how many."""
+        budget = self.limits.chunked_prefill_size
+        chunks: list[PrefillChunk] = []
+        chunked: list[Request] = []
+        for request in self.residency.residents:
+            if budget == 0:
+                break
+            if request.is_decodable:
+                continue
+            start = request.context_len
+            token_ids = request.tokens[start : min(len(request.tokens) - 1, start + budget)]
+            budget -= len(token_ids)
+            chunks.append(PrefillChunk(request.row, start, token_ids))
+            chunked.append(request)
+        if not chunks:
+            return 0
+        with torch.inference_mode():
+            self._worker.runner.prefill(chunks)
+        for request, chunk in zip(chunked, chunks, strict=True):
+            request.context_len += len(chunk.token_ids)
+            self._worker.runner.request_rows.set_context(request.row, request.context_len, request.tokens[-1])
+        return self.limits.chunked_prefill_size - budget
+
+    def _decode(self, running: list[Request]) -> tuple[int, int]:
+        """One verify step of `running`. Returns the tokens put out and the rows verified."""
+        row_list = [request.row for request in running]
+        cap_list = [request.verify_cap for request in running]
+        rows, caps = torch.tensor(row_list), torch.tensor(cap_list)
+        device = self._worker.runner.device
+        accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list))
+        tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
+        num_output_tokens = 0
+        for request, cap, row_tokens, count in zip(running, cap_list, tokens, num_tokens, strict=True):
+            request.num_drafted += request.gamma if cap > 1 else 0
+            request.num_verified += cap - 1
+            kept, finish = request.append_step(row_tokens[:count])
+            num_output_tokens += len(kept)
+            self.totals["verify_steps"] += 1
+            if finish is None:
+                self._send(self._output(request, kept))
+            else:
+                self.totals["finished"] += 1
+                self._end(request, kept, finish)
+        self.totals["output_tokens"] += num_output_tokens
+        return num_output_tokens, sum(cap_list)
+
+    def _end(self, request: Request, token_ids: list[int], finish: FinishReason) -> None:
+        """Frees what the request holds, then says so: a client that hears it may count on the capacity."""
+        del self._requests[request.request_id]
+        if request.row >= 0:
+            self.residency.release(request)
+        else:
+            self.residency.queue.remove(request)
+        self._send(self._output(request, token_ids, finish))
+
+    def _output(
+        self, request: Request, token_ids: list[int], finish: FinishReason | None = None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            finish=finish,
+            speculative=request.statistics(),
+            num_retractions=request.num_retractions,
+        )
+
+    def _log(self) -> None:
+        interval = self.limits.decode_log_interval
+        if interval > 0 and self.records[-1].num_reqs > 0 and self.num_steps % interval == 0:
+            recent = list(self.records)[-interval:]
+            logger.info(
+                decode_log_line(
+                    recent,
+                    self._worker.gamma,
+                    self.residency.num_used_tokens,
+                    self.limits.max_total_num_tokens,
+                    len(self.residency.queue),
+                )
+            )
