@@ -19,7 +19,7 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; only its content counts here."""
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training; only its content is kept."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it as a plain set)
 

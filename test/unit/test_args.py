@@ -1,0 +1,196 @@
+"""Flags: spelling, sizes, files, what is refused and how, and the way to the scheduler process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashspark import envs
+from flashspark.args import ArgumentError, ServerArgs, flag_name, flags
+from flashspark.cli import parse_args, parse_size
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("SGLANG_RAGGED_VERIFY_MODE", raising=False)
+
+
+def parse(*argv: str) -> ServerArgs:
+    return parse_args(["--model-path", "/models/target", *argv])
+
+
+def refusal(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*argv)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_defaults_are_resolved():
+    args = parse()
+    assert args.tokenizer_path == args.served_model_name == args.model_path == "/models/target"
+    assert (args.host, args.port, args.page_size) == ("127.0.0.1", 30000, 16)
+    assert args.shutdown_timeout == 30
+    assert 0 <= args.random_seed <= 2**30
+    assert args.ragged_verify_mode == "static"
+    assert not args.speculative
+
+
+def test_draft_limits_running_requests():
+    draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "/models/draft"]
+    assert parse(*draft).max_running_requests == 48
+    assert parse(*draft, "--max-running-requests", "7").max_running_requests == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--model=/other"], "model_path", "/other"),
+        (["--tp", "1"], "tp_size", 1),
+        (["--tensor-parallel-size=1"], "tp_size", 1),
+        (["--cuda-graph-max-bs", "8"], "cuda_graph_max_bs_decode", 8),
+        (["--cuda-graph-bs", "1", "2", "4"], "cuda_graph_bs_decode", (1, 2, 4)),
+        (["--context-length", "32Ki"], "context_length", 32768),
+        (["--max-total-tokens=1.5k"], "max_total_tokens", 1500),
+        (["--chunked-prefill-size", "-1"], "chunked_prefill_size", -1),
+        (["--disable-radix"], "disable_radix_cache", True),
+        (["--ragged-verify-mode", "static"], "ragged_verify_mode", "static"),
+        (["--log-requests-level", "0"], "log_requests_level", 0),
+    ],
+)
+def test_spellings(argv, field, value):
+    assert getattr(parse(*argv), field) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tp-size", "2"], ["--tp-size 2", "not available yet", "accepted: 1"]),
+        (["--dp", "2"], ["--dp-size 2", "sglang-router"]),
+        (["--nnodes", "2"], ["--nnodes 2", "sglang-router"]),
+        (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native"]),
+        (["--dtype", "int8"], ["--dtype int8", "bfloat16"]),
+        (["--load-format", "gguf"], ["--load-format gguf", "safetensors"]),
+        (["--ragged-verify-mode", "compact"], ["--ragged-verify-mode compact", "static"]),
+        (["--enable-metrics"], ["--enable-metrics", "not available yet"]),
+        (["--quantization", "fp8"], ["--quantization fp8", "leave it out"]),
+        (["--speculative-algorithm", "EAGLE3"], ["--speculative-algorithm EAGLE3", "use DFLASH"]),
+        (
+            ["--speculative-algorithm", "DFLASH"],
+            ["--speculative-algorithm", "--speculative-draft-model-path"],
+        ),
+        (
+            ["--speculative-draft-model-path", "d"],
+            ["--speculative-draft-model-path", "--speculative-algorithm"],
+        ),
+        (
+            ["--speculative-num-draft-tokens", "4"],
+            ["--speculative-num-draft-tokens 4", "--speculative-algorithm"],
+        ),
+        (["--port", "70000"], ["--port 70000", "at most 65535"]),
+        (["--page-size", "0"], ["--page-size 0", "at least 1"]),
+        (["--shutdown-timeout", "nan"], ["--shutdown-timeout nan", "finite"]),
+        (["--max-running-requests", "many"], ["--max-running-requests", "many"]),
+        (["--chunked-prefill-size", "0"], ["--chunked-prefill-size 0", "-1"]),
+        (["--json-model-override-args", "[1]"], ["--json-model-override-args", "object"]),
+        (["--json-model-override-args", "{"], ["--json-model-override-args", "not JSON"]),
+        (["--no-such-flag", "1"], ["unrecognized", "--no-such-flag"]),
+        (["--speculative-d", "1"], ["ambiguous", "--speculative-d"]),
+        (["--context-length", "1.5Ki"], ["--context-length", "whole numbers"]),
+    ],
+)
+def test_refusals_name_flag_value_and_remedy(capsys, argv, words):
+    message = refusal(capsys, *argv)
+    for word in words:
+        assert word in message, message
+
+
+def test_contradicting_widths(capsys):
+    draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "d"]
+    widths = ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "4"]
+    message = refusal(capsys, *draft, *widths)
+    assert "--speculative-num-draft-tokens 8" in message
+    assert "--speculative-dflash-block-size 4" in message
+
+
+def test_model_path_is_required(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_args([])
+    assert exit_info.value.code == 2
+    assert "--model-path" in capsys.readouterr().err
+
+
+def test_every_neutral_flag_refuses_another_value():
+    for name, spec in flags().items():
+        if spec.neutral is None:
+            continue
+        other = {bool: True, int: 93, float: 0.25}.get(type(spec.neutral[0]), "something")
+        with pytest.raises(ArgumentError, match=flag_name(name)):
+            ServerArgs(model_path="/m", **{name: other})
+        for value in spec.neutral:
+            assert getattr(ServerArgs(model_path="/m", **{name: value}), name) == value
+
+
+def test_flags_without_effect_warn():
+    warnings = parse("--mem-fraction-static", "0.8", "--cuda-graph-max-bs", "4").warnings()
+    assert [line.split()[0] for line in warnings] == ["--mem-fraction-static", "--cuda-graph-max-bs-decode"]
+    assert parse().warnings() == []
+
+
+def test_sizes():
+    assert [parse_size(text) for text in ("7", "32k", "32Ki", "0.5M", "1Gi")] == [
+        7,
+        32000,
+        32768,
+        500000,
+        2**30,
+    ]
+    for text in ("32K", "32ki", "k", "1.5", "0x10", "1e3", ""):
+        with pytest.raises(Exception, match=r"size|whole"):
+            parse_size(text)
+
+
+def test_config_file(tmp_path, capsys):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model-path: /from/file\nport: 31000\ndisable_radix_cache: true\nlog-requests: false\n"
+        "cuda-graph-bs: [1, 2]\ncontext-length: 8k\n"
+    )
+    args = parse_args(["--config", str(file), "--port", "32000"])
+    assert (args.model_path, args.port, args.context_length) == ("/from/file", 32000, 8000)
+    assert args.disable_radix_cache
+    assert not args.log_requests
+    assert args.cuda_graph_bs_decode == (1, 2)
+    for text, word in (("unknown-flag: 1", "--unknown-flag"), ("- a list", "--config"), ("a: [", "--config")):
+        file.write_text(text)
+        assert word in refusal(capsys, "--config", str(file))
+    assert "--config" in refusal(capsys, "--config", str(tmp_path / "absent.yaml"))
+
+
+def test_json_round_trip():
+    args = parse("--cuda-graph-bs", "1", "2", "--api-key", "secret")
+    again = ServerArgs.from_json(args.to_json())
+    assert again == args
+    assert ServerArgs.from_dict(args.to_dict()) == args
+    assert "secret" not in repr(args)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.port = 1
+
+
+def test_verify_mode_from_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    assert "SGLANG_RAGGED_VERIFY_MODE" in refusal(capsys)
+    assert parse("--ragged-verify-mode", "static").ragged_verify_mode == "static"
+
+
+def test_environment_values(caplog):
+    timeout = envs.HEALTH_CHECK_TIMEOUT_S
+    assert timeout.get({}) == 20
+    assert timeout.get({"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}) == 3
+    assert timeout.get({"SGL_HEALTH_CHECK_TIMEOUT": "4"}) == 4
+    assert timeout.get({"SGLANG_HEALTH_CHECK_TIMEOUT": "soon"}) == 20
+    assert "SGLANG_HEALTH_CHECK_TIMEOUT" in caplog.text
+    assert envs.unavailable_settings({}) == []
+    assert envs.unavailable_settings({"SGLANG_SIMULATE_ACC_LEN": "-1"}) == []
+    assert envs.unavailable_settings({"SGLANG_SIMULATE_ACC_LEN": "1.0"}) == ["SGLANG_SIMULATE_ACC_LEN"]
