@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from flashspark import envs
-from flashspark.args import ArgumentError, ServerArgs, flag_name, flags
-from flashspark.cli import parse_args, parse_size
+from flashspark.args import ArgumentError, ServerArgs, parse_args
+from flashspark.args.command_line import parse_size
+from flashspark.args.server_args import flag_name, flags
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from flashspark.args import ArgumentError, Flag, ServerArgs, flag_name, flags
+from flashspark.args.server_args import ArgumentError, Flag, ServerArgs, flag_name, flags
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE_UNITS_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -1,6 +1,6 @@
 """Every flag of the server, once: typed, validated, resolved, and sent to the scheduler process as JSON.
 
-`cli.py` turns a command line into a `ServerArgs`. Each field's metadata says how its flag is spelled and what
+`command_line.py` turns a command line into a `ServerArgs`. Each field's metadata says how its flag is spelled and what
 is allowed; a flag of SGLang that this version cannot honour is accepted only at its neutral value.
 """
 
