@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Measure the shipped demo pair: bits per byte of the target, acceptance of the draft at temperature 0 and 1.
+
+    python benchmark/demo_acceptance.py --out benchmark/results/demo_acceptance.json
+
+The decoder is scripts/demo_pair/decode.py, independent of the engine. Acceptance length is emitted tokens per verify
+step, the bonus token included, over the 64 prompts of python/flashspark/demo/prompts.json. A request ends at a stop
+token, at --max-new tokens, or when a period of at most 32 tokens has been repeated 4 times (at both temperatures).
+"Without loops" leaves out, besides, every step that reaches beyond the first occurrence of that period.
+
+Bits per byte are measured on held-out files of the running interpreter's standard library, which anyone has, and, where
+`scripts/train_demo_pair.py corpus` has been run, on all held-out files of the corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from demo_pair import checkpoint, corpus, decode, sources, tokens, train_target  # noqa: E402
+
+DEMO = ROOT / "python" / "flashspark" / "demo"
+
+
+def loop_start(ids: list[int]) -> int:
+    """Index behind the first occurrence of the period in which `ids` end; len(ids) where they end in no loop."""
+    if decode.loop_end(ids) != len(ids):
+        return len(ids)
+    for period in range(1, decode.MAX_PERIOD + 1):
+        span = period * decode.MIN_REPEATS
+        tail = ids[-span:]
+        if len(tail) == span and tail[:-period] == tail[period:]:
+            return len(ids) - span + period
+    return len(ids)
+
+
+def without_loops(traces: list[decode.Trace]) -> float:
+    """Acceptance length over the steps that end before a loop's second round."""
+    kept = steps = 0
+    for trace in traces:
+        end = loop_start(trace.ids) if trace.finish == "loop" else len(trace.ids)
+        place = 0
+        for count in trace.kept:
+            place += count
+            if place > end:
+                break
+            kept, steps = kept + count, steps + 1
+    return kept / max(1, steps)
+
+
+def standard_error(traces: list[decode.Trace]) -> float:
+    """Standard error of the ratio tokens / steps, prompts being the independent units."""
+    steps = torch.tensor([float(len(t.kept)) for t in traces])
+    kept = torch.tensor([float(sum(t.kept)) for t in traces])
+    ratio = kept.sum() / steps.sum()
+    return float((kept - ratio * steps).square().sum().sqrt() / steps.sum())
+
+
+def summarise(traces: list[decode.Trace], num_drafted: int) -> dict[str, Any]:
+    """Acceptance figures of one run over the prompts."""
+    steps = sum(len(t.kept) for t in traces)
+    kept = sum(sum(t.kept) for t in traces)
+    counts = [a for t in traces for a in t.accepted]
+    reached = [sum(1 for a in counts if a >= k) for k in range(num_drafted + 1)]
+    finishes = {name: sum(1 for t in traces if t.finish == name) for name in ("stop", "length", "loop")}
+    return {
+        "acceptance_length": round(kept / steps, 4),
+        "standard_error": round(standard_error(traces), 4),
+        "acceptance_length_without_loops": round(without_loops(traces), 4),
+        "verify_steps": steps,
+        "tokens": kept,
+        "finish": finishes,
+        "unconditional": [round(n / steps, 4) for n in reached[1:]],
+        "conditional": [round(n / max(1, m), 4) for m, n in itertools.pairwise(reached)],
+    }
+
+
+def library_stream(tokenizer_file: Path) -> torch.Tensor:
+    """Held-out files of the running interpreter's standard library, cleaned as for training, as ids."""
+    from tokenizers import Tokenizer
+
+    texts = []
+    for path, raw in sources.iter_library_files():
+        document = corpus.Document("cpython", path, raw)
+        if document.split == corpus.HELD_OUT and (text := corpus.clean(raw)) is not None:
+            texts.append(text)
+    ids, _ = tokens.encode(Tokenizer.from_file(str(tokenizer_file)), texts)
+    return torch.from_numpy(ids.astype("int64"))
+
+
+def measure_bits(args: argparse.Namespace, target: Any, device: torch.device) -> dict[str, Any]:
+    """Bits per byte on the standard library's held-out files and, if built, on the corpus' held-out files."""
+    tokenizer_file = args.demo / "target" / "tokenizer.json"
+    sizes = tokens.bytes_per_id(tokenizer_file)
+    figures: dict[str, Any] = {}
+    streams = {"standard_library": library_stream(tokenizer_file)}
+    if (args.corpus / "tokens.json").exists() and not args.quick:
+        packed = tokens.load_streams(args.corpus).streams
+        streams["corpus"] = torch.from_numpy(packed["heldout"].astype("int64"))
+    for name, stream in streams.items():
+        limit = 20_000 if args.quick else args.bits_tokens
+        measured = train_target.bits_per_byte(
+            target, stream.to(device), sizes, tokens.MODEL_MAX_LENGTH, limit, 8
+        )
+        measured.pop("seconds")
+        figures[name] = {k: round(v, 4) for k, v in measured.items()}
+    return figures
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What ran the script."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    return {
+        "machine": f"{name}, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--demo", type=Path, default=DEMO, help="folder with target/, dflash2/ and prompts.json"
+    )
+    parser.add_argument("--prompts", type=Path, help="another file of prompts")
+    parser.add_argument(
+        "--corpus", type=Path, default=ROOT / ".pair", help="folder of the built corpus, if any"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-new", type=int, default=256)
+    parser.add_argument(
+        "--bits-tokens", type=int, default=200_000, help="at most this many held-out tokens per stream"
+    )
+    parser.add_argument("--seeds", type=int, default=2, help="runs at temperature 1")
+    parser.add_argument(
+        "--ablation", action="store_true", help="also without the selector (unary argmax or sample)"
+    )
+    parser.add_argument("--quick", action="store_true", help="8 prompts, 64 tokens: does it run at all")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    device = torch.device(args.device)
+    target = checkpoint.load_target(args.demo / "target", device)
+    draft = checkpoint.load_dflash2(args.demo / "dflash2", target)
+    prompts = [p["token_ids"] for p in json.loads((args.prompts or args.demo / "prompts.json").read_text())]
+    prompts, max_new = (prompts[:8], 64) if args.quick else (prompts, args.max_new)
+    num_drafted = draft.shape.block_size - 1
+    begin = time.monotonic()
+    results: dict[str, Any] = {"command": " ".join(sys.argv), **describe_machine(device), "max_new": max_new}
+    results["bits_per_byte"] = measure_bits(args, target, device)
+    print(json.dumps(results["bits_per_byte"]), flush=True)
+    runs = [("temperature_0", 0.0, [0], True), ("temperature_1", 1.0, list(range(args.seeds)), True)]
+    if args.ablation:
+        runs += [
+            ("temperature_0_no_selector", 0.0, [0], False),
+            ("temperature_1_no_selector", 1.0, [0], False),
+        ]
+    for name, temperature, seeds, selector in runs:
+        traces: list[decode.Trace] = []
+        for seed in seeds:
+            traces += decode.speculate(target, draft, prompts, temperature, max_new, seed, selector)
+        results[name] = {"seeds": seeds, **summarise(traces, num_drafted)}
+        print(name, json.dumps(results[name]), flush=True)
+    results["seconds"] = math.ceil(time.monotonic() - begin)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

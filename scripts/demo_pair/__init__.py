@@ -1,0 +1,1 @@
+"""Corpus, training and export of FlashSpark's demo pair (see docs/demo-pair.md)."""

@@ -1,0 +1,226 @@
+"""The demo pair's training code is exact, and the shipped files are what docs/demo-pair.md says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from demo_pair import decode, settings, train_draft  # noqa: E402
+from demo_pair.corpus import Deduplicator, Document, clean  # noqa: E402
+from demo_pair.draft_model import Backbone, DFlash2  # noqa: E402
+from demo_pair.generate import LockStepSampler  # noqa: E402
+from demo_pair.mining import functions_of, mine_chats, mine_prompts  # noqa: E402
+from demo_pair.sources import permitted_text  # noqa: E402
+from demo_pair.target_model import Target  # noqa: E402
+
+DEMO = ROOT / "python" / "flashspark" / "demo"
+SHIPPED = pytest.mark.skipif(not (DEMO / "dflash2" / "model.safetensors").exists(), reason="no weights yet")
+
+
+def _randomise(module: torch.nn.Module, scale: float = 0.25) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False).add_(torch.randn_like(parameter) * scale)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Target, DFlash2]:
+    torch.manual_seed(0)
+    run = settings.smoke()
+    shape = replace(run.target, vocab_size=96)
+    target = Target(shape)
+    draft = DFlash2(replace(run.draft, target=shape))
+    _randomise(target)
+    _randomise(draft)
+    return target, draft
+
+
+def _incremental(target: Target, draft: Backbone, ids: torch.Tensor, anchor: int) -> torch.Tensor:
+    """The block at one anchor, from caches filled token by token."""
+    caches = [decode.Cache(target, n, 1, 128) for n in (len(target.model.layers), len(draft.layers))]
+    for position in range(anchor):
+        place = torch.tensor([[position]])
+        features, _ = decode.target_forward(
+            target, caches[0], ids[:, position : position + 1], place, draft.shape.target_layer_ids
+        )
+        decode.inject(draft, target, caches[1], features, place)
+    return decode.draft_hidden(draft, target, caches[1], ids[:, anchor], torch.tensor([anchor]))
+
+
+def test_packed_training_blocks_equal_incremental_blocks(tiny: tuple[Target, DFlash2]) -> None:
+    target, draft = tiny
+    ids = torch.randint(4, 96, (1, 40))
+    anchors = torch.tensor([[0, 1, 5, 17, 31]])
+    features, _ = target.hidden(ids, draft.shape.target_layer_ids)
+    packed = draft.block_hidden(target, features, ids.gather(1, anchors), anchors)
+    for column, anchor in enumerate(anchors[0].tolist()):
+        alone = _incremental(target, draft, ids, anchor)
+        torch.testing.assert_close(
+            target.logits(packed[:, column]), target.logits(alone), atol=2e-4, rtol=1e-4
+        )
+
+
+def test_block_does_not_see_features_from_its_anchor_on(tiny: tuple[Target, DFlash2]) -> None:
+    target, draft = tiny
+    ids = torch.randint(4, 96, (1, 30))
+    anchors = torch.tensor([[12]])
+    features, _ = target.hidden(ids, draft.shape.target_layer_ids)
+    before = draft.block_hidden(target, features, ids[:, 12:13], anchors)
+    behind, inside = features.clone(), features.clone()
+    behind[:, 12:] += 3.0
+    inside[:, 11] += 3.0
+    assert torch.equal(before, draft.block_hidden(target, behind, ids[:, 12:13], anchors))
+    assert not torch.allclose(before, draft.block_hidden(target, inside, ids[:, 12:13], anchors))
+
+
+def test_fresh_dflash2_equals_dflash_v1(tiny: tuple[Target, DFlash2]) -> None:
+    target, _ = tiny
+    torch.manual_seed(3)
+    fresh = DFlash2(replace(settings.smoke().draft, target=target.shape))
+    plain = Backbone(fresh.shape, convolution=False)
+    for layer in fresh.layers:
+        _randomise(layer.self_attn)
+        _randomise(layer.mlp)
+    shared = {n: t for n, t in fresh.state_dict().items() if "_conv." not in n and "selector" not in n}
+    plain.load_state_dict(shared, strict=True)
+    ids, anchors = torch.randint(4, 96, (2, 30)), torch.tensor([[3, 9], [4, 20]])
+    features, _ = target.hidden(ids, fresh.shape.target_layer_ids)
+    ours = fresh.block_hidden(target, features, ids.gather(1, anchors), anchors)
+    theirs = plain.block_hidden(target, features, ids.gather(1, anchors), anchors)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    rows, before = ours[:, :, 1:], torch.randint(4, 96, (2, 2, 7))
+    scores = fresh.candidate_selector(rows, before, torch.randint(4, 96, (2, 2, 7, 5)))
+    assert torch.equal(scores, torch.zeros_like(scores))
+
+
+def test_anchors_start_at_the_last_prompt_token_and_leave_room_for_a_block() -> None:
+    anchors = train_draft.draw_anchors(torch.tensor([5, 30]), 4000, 64, 8)
+    assert anchors[0].min() == 4 and anchors[1].min() == 29
+    assert anchors.max() == 56
+
+
+def test_greedy_speculation_writes_what_the_target_writes(tiny: tuple[Target, DFlash2]) -> None:
+    target, draft = tiny
+    prompts = [torch.randint(4, 96, (n,)).tolist() for n in (2, 9, 30)]
+    traces = decode.speculate(target, draft, prompts, 0.0, 24)
+    for prompt, trace in zip(prompts, traces, strict=True):
+        ids = list(prompt)
+        for token in trace.ids:
+            assert int(target.logits(target.hidden(torch.tensor([ids]))[1])[0, -1].argmax()) == token
+            ids.append(token)
+        assert sum(trace.kept) == len(trace.ids) and trace.finish in {"stop", "loop", "length"}
+
+
+def test_lock_step_sampler_is_greedy_at_temperature_zero(tiny: tuple[Target, DFlash2]) -> None:
+    target, _ = tiny
+    prompts = torch.randint(4, 96, (2, 6))
+    written = LockStepSampler(target, 2, 20).write(prompts, torch.zeros(2), 20)
+    logits = target.logits(target.hidden(written)[1])
+    assert torch.equal(written[:, :6], prompts)
+    assert torch.equal(logits[:, 5:-1].argmax(-1), written[:, 6:])
+
+
+def test_rejection_sampling_keeps_the_distribution() -> None:
+    torch.manual_seed(1)
+    count, vocab = 40_000, 6
+    logits = torch.randn(1, 2, vocab)
+    candidates = torch.tensor([4, 1, 2]).expand(count, 1, 3)
+    q = torch.tensor([0.6, 0.3, 0.1]).expand(count, 1, 3)
+    ids = candidates[:, 0].gather(1, torch.multinomial(q[:, 0], 1))
+    accepted, bonus = decode.verify(decode.Proposal(ids, candidates, q), logits.expand(count, -1, -1), 1.0)
+    first = torch.where(accepted > 0, ids[:, 0], bonus)
+    expected = torch.softmax(logits[0, 0], -1) * count
+    observed = torch.bincount(first, minlength=vocab).float()
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    assert chi_square < 25.0  # 5 degrees of freedom, p about 1e-4
+    wrong = torch.bincount(ids[:, 0], minlength=vocab).float()
+    assert ((wrong - expected) ** 2 / expected).sum().item() > 1000.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "end"),
+    [
+        ([1, 2, 3, 4, 5, 6], None),
+        ([9, 7, 7, 7], None),
+        ([9, 7, 7, 7, 7, 7], 5),
+        ([5, 1, 2, 1, 2, 1, 2, 1, 2, 1], 9),
+        ([*range(40), *range(40), *range(40), *range(40)], None),
+        ([*range(32)] * 4, 128),
+    ],
+)
+def test_loop_rule(ids: list[int], end: int | None) -> None:
+    assert decode.loop_end(ids) == end
+
+
+def test_trace_cuts_at_stop_tokens_loops_and_the_limit() -> None:
+    trace = decode.Trace()
+    assert trace.take([10, 11], 1, 50)
+    assert not trace.take([12, 2, 13], 2, 50)
+    assert (trace.ids, trace.kept, trace.finish) == ([10, 11, 12, 2], [2, 2], "stop")
+    trace = decode.Trace()
+    assert not trace.take([10, 11, 12], 2, 2)
+    assert (trace.ids, trace.finish) == ([10, 11], "length")
+
+
+_SOURCE = '''import os
+import sys
+
+
+def listing(path):
+    """Give the sorted names of the files in a folder."""
+    names = os.listdir(path)
+    names.sort()
+    result = []
+    for name in names:
+        result.append(name)
+    return result
+'''
+
+
+def test_mining_keeps_imports_signature_and_docstring() -> None:
+    document = Document("cpython", "x.py", _SOURCE)
+    (function,) = functions_of(document)
+    assert function.imports == "import os\n" and function.signature == "listing(path)"
+    (prompt,) = mine_prompts([document])
+    assert prompt.text.startswith("import os\n\n\ndef listing(path):\n") and prompt.text.endswith(
+        'folder."""\n'
+    )
+    (chat,) = mine_chats([document], 1000)
+    assert chat.startswith("<|im_start|>user\n") and chat.endswith("```<|im_end|>\n")
+
+
+def test_cleaning_drops_licence_headers_generated_files_and_duplicates() -> None:
+    assert clean("# Copyright someone\n\n" + _SOURCE) == _SOURCE
+    assert clean("# Generated by a tool. Do not edit.\n" + _SOURCE) is None
+    assert clean("def broken(:\n" + _SOURCE) is None
+    dedup = Deduplicator()
+    assert dedup.is_new(_SOURCE) and not dedup.is_new(_SOURCE.replace("    ", "  "))
+
+
+def test_copyleft_files_are_not_read() -> None:
+    assert permitted_text(b"# GNU General Public License\nx = 1\n") is None
+    assert permitted_text(b"# SPDX-License-Identifier: MPL-2.0\nx = 1\n") is None
+    assert permitted_text(b"x = 'simple'\n") == "x = 'simple'\n"
+
+
+def test_prompts_are_fixed_and_sane() -> None:
+    path = DEMO / "prompts.json"
+    if not path.exists():
+        pytest.skip("no prompts yet")
+    prompts = json.loads(path.read_text())
+    assert [p["id"] for p in prompts] == [f"p{i:02d}" for i in range(64)]
+    assert len({p["text"] for p in prompts}) == 64 and len({p["source"] for p in prompts}) == 64
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    for prompt in prompts:
+        assert 20 <= len(prompt["token_ids"]) <= 400
+        assert tokenizer.encode(prompt["text"]).ids == prompt["token_ids"]
+        name, _, path_and_function = prompt["source"].partition("/")
+        assert Document(name, path_and_function.rpartition(":")[0], "").split == "heldout"
