@@ -127,8 +127,8 @@ class Prompt:
     source: str
 
 
-def mine_prompts(documents: Iterable[Document], max_per_package: int = 3) -> Iterator[Prompt]:
-    """Completion prompts (imports, signature, docstring), one per file, in an order fixed by a hash.
+def mine_prompts(documents: Iterable[Document], max_per_package: int = 4, max_per_file: int = 2) -> Iterator[Prompt]:
+    """Completion prompts (imports, signature, docstring) in an order fixed by a hash.
 
     The caller filters them by length in tokens and stops when it has enough.
     """
@@ -143,12 +143,12 @@ def mine_prompts(documents: Iterable[Document], max_per_package: int = 3) -> Ite
                 candidates.append((document, Prompt(imports + function.head, source)))
     candidates.sort(key=lambda c: hashlib.sha256(c[1].source.encode()).digest())
     per_package: Counter[str] = Counter()
-    files: set[str] = set()
+    per_file: Counter[str] = Counter()
     for document, prompt in candidates:
         key = f"{document.package}/{document.path}"
-        if key in files or per_package[document.package] >= max_per_package:
+        if per_file[key] >= max_per_file or per_package[document.package] >= max_per_package:
             continue
-        files.add(key)
+        per_file[key] += 1
         per_package[document.package] += 1
         yield prompt
 

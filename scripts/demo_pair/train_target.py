@@ -71,6 +71,7 @@ def bits_per_byte(
     """Bits per byte and nats per token of a stream, in windows of `length` that do not overlap."""
     sizes = torch.from_numpy(bytes_per_id).to(stream.device)
     count = max(1, min(len(stream) - 1, max_tokens) // length)
+    count -= count % batch if count > batch else 0  # whole batches: one compiled shape
     nats, num_bytes, num_tokens = 0.0, 0, 0
     begin = time.monotonic()
     for first in range(0, count, batch):
