@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def write_target(folder: Path, *, seed: int = 0, tokenizer: bool = True, **config: Any) -> Path:
-    """A random Qwen3 target; returns `folder`. `config` overrides or adds keys of config.json, None removes."""
+    """A random Qwen3 target; returns `folder`. `config` overrides or adds config.json keys, None removes."""
     merged = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

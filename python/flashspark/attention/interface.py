@@ -6,8 +6,8 @@ padding rows write there and nobody reads it. All index tensors are int64 on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class RaggedQueries:
     kv_lens: Tensor  # [R]
     page_table: Tensor  # [R, max_pages]
     page_size: int
+    # What a backend works out from the index tensors once per step and shares over the layers, by its own keys.
+    plans: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class BlockQueries:
     page_table: Tensor  # [R, max_pages]
     page_size: int
     width: int
+    plans: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # as in `RaggedQueries`
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ class AttentionCapabilities:
 
 
 class AttentionBackend(Protocol):
-    """One implementation of both attentions. Stateless between calls."""
+    """One implementation of both attentions. Stateless between calls, but for the `plans` of the queries."""
 
     name: str
     capabilities: AttentionCapabilities
 
-    def ragged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float) -> Tensor:
+    def ragged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
+    ) -> Tensor:
         """`q` [M, num_heads, head_dim] -> output of the same shape; grouped-query when heads differ."""
         ...
 

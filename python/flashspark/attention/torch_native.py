@@ -1,0 +1,155 @@
+"""The reference backend: one scaled-dot-product attention per request over its own slots, in plain torch.
+
+It reads the index tensors on the host, so it is for the CPU (and for tests); nothing of it can be captured.
+A request's slots are looked up once per step, and where its pages lie in one run, which they do until the pool
+has been churned, its keys are a view of the cache instead of a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One request's part of a step: its query rows, and where its keys are."""
+
+    first_row: int
+    end_row: int
+    num_keys: int
+    first_slot: int  # of the run, when the pages lie in one
+    slots: Tensor | None  # [num_keys], when they do not
+    mask: Tensor | None  # additive [rows, num_keys (+ width)]; None: every key is visible, or `is_causal`
+    is_causal: bool = False  # as many keys as rows, the usual triangle: no mask needed
+
+    def keys(self, cache: Tensor) -> Tensor:
+        """[1, Hkv, num_keys, D] of `cache` [num_slots, Hkv, D]."""
+        if self.slots is None:
+            rows = cache[self.first_slot : self.first_slot + self.num_keys]
+        else:
+            rows = cache.index_select(0, self.slots)
+        return rows.transpose(0, 1).unsqueeze(0)
+
+
+class TorchNativeBackend:
+    """`AttentionBackend` in torch; the numbers every other backend is held against."""
+
+    name = "torch_native"
+    capabilities = AttentionCapabilities(
+        supports_ragged_verify=True, supports_ragged_verify_graph=False, supports_draft_block=True
+    )
+
+    def ragged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
+    ) -> Tensor:
+        spans: list[_Span] | None = queries.plans.get("ragged")
+        if spans is None:
+            spans = queries.plans["ragged"] = _plan_ragged(queries, q.dtype)
+        if len(spans) == 1 and spans[0].end_row == q.shape[0]:
+            return _attend(q, spans[0].keys(k_cache), spans[0].keys(v_cache), spans[0], scale)
+        out = torch.zeros_like(q)
+        for span in spans:
+            rows = slice(span.first_row, span.end_row)
+            out[rows] = _attend(q[rows], span.keys(k_cache), span.keys(v_cache), span, scale)
+        return out
+
+    def block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: BlockQueries,
+        scale: float,
+        causal: bool,
+        window: int | None,
+    ) -> Tensor:
+        key = f"block {causal} {window}"
+        spans: list[_Span] | None = queries.plans.get(key)
+        if spans is None:
+            spans = queries.plans[key] = _plan_block(queries, q.dtype, causal, window)
+        outs = []
+        for r, span in enumerate(spans):
+            keys = torch.cat((span.keys(k_cache), k[r : r + 1].transpose(1, 2)), dim=2)
+            values = torch.cat((span.keys(v_cache), v[r : r + 1].transpose(1, 2)), dim=2)
+            outs.append(_attend(q[r], keys, values, span, scale))
+        return torch.stack(outs) if len(outs) != 1 else outs[0].unsqueeze(0)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, span: _Span, scale: float) -> Tensor:
+    """`q` [rows, H, D] over `keys`, `values` [1, Hkv, n, D]: [rows, H, D]."""
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=span.mask,
+        is_causal=span.is_causal,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _plan_ragged(queries: RaggedQueries, dtype: torch.dtype) -> list[_Span]:
+    indptr = queries.qo_indptr.tolist()
+    spans = []
+    for r, num_keys in enumerate(queries.kv_lens.tolist()):
+        num_rows = indptr[r + 1] - indptr[r]
+        if num_rows == 0:
+            continue
+        mask = None
+        if 1 < num_rows < num_keys:  # row i of n sees all keys but the last n - 1 - i
+            visible = torch.ones(num_rows, num_keys, dtype=torch.bool).tril_(num_keys - num_rows)
+            mask = _additive(visible, dtype)
+        is_causal = num_rows == num_keys > 1
+        spans.append(_span(queries, r, indptr[r], indptr[r + 1], num_keys, mask, is_causal))
+    return spans
+
+
+def _plan_block(queries: BlockQueries, dtype: torch.dtype, causal: bool, window: int | None) -> list[_Span]:
+    width = queries.width
+    spans = []
+    for r, num_keys in enumerate(queries.context_lens.tolist()):
+        mask = None
+        if causal or (window is not None and num_keys + width > window):
+            distance = torch.arange(num_keys, num_keys + width).unsqueeze(1) - torch.arange(num_keys + width)
+            visible = torch.ones_like(distance, dtype=torch.bool)
+            if causal:
+                visible &= distance >= 0
+            if window is not None:
+                visible &= distance < window
+            mask = _additive(visible, dtype)
+        spans.append(_span(queries, r, r * width, (r + 1) * width, num_keys, mask))
+    return spans
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _span(
+    queries: RaggedQueries | BlockQueries,
+    r: int,
+    first_row: int,
+    end_row: int,
+    num_keys: int,
+    mask: Tensor | None,
+    is_causal: bool = False,
+) -> _Span:
+    size = queries.page_size
+    num_pages = -(-num_keys // size)
+    pages: list[int] = queries.page_table[r, :num_pages].tolist()
+    first_slot = pages[0] * size if pages else 0
+    slots = None
+    if any(page != pages[0] + i for i, page in enumerate(pages)):
+        table = queries.page_table[r, :num_pages].unsqueeze(1) * size
+        offsets = torch.arange(size)
+        slots = (table + offsets).view(-1)[:num_keys]
+    return _Span(first_row, end_row, num_keys, first_slot, slots, mask, is_causal)

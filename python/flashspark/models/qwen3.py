@@ -1,0 +1,123 @@
+"""Qwen3, dense, any size: the target whose hidden states feed the draft."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashspark.attention.interface import AttentionBackend, RaggedQueries
+from flashspark.attention.kv_pool import KVPool
+from flashspark.layers.attention import MLP, AttentionProjections
+from flashspark.layers.embedding import TokenTables
+from flashspark.layers.norm import RMSNorm
+from flashspark.layers.parameters import NamedParameters, prefixed
+from flashspark.layers.rotary import RopeTables, RotaryEmbedding
+from flashspark.models.config import TargetConfig
+
+
+class TargetHidden(NamedTuple):
+    """What a target forward leaves: `final` [M, H], normed, for the head; `features` [M, m * H], the residual
+    stream after each captured layer, concatenated in ascending order of layers, or None when none is."""
+
+    final: Tensor
+    features: Tensor | None
+
+
+class Qwen3Layer:
+    """One decoder layer: pre-norm attention and SwiGLU on a residual stream."""
+
+    def __init__(self, config: TargetConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.attention = AttentionProjections(config, dtype=dtype, device=device)
+        self.post_attention_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.mlp = MLP(hidden, config.intermediate_size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        x: Tensor,
+        rope: RopeTables,
+        layer: int,
+        queries: RaggedQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """The residual stream [M, H] after this layer, a new tensor; writes the rows' K/V to the pool."""
+        attention = self.attention
+        q, k, v = attention.project(self.input_norm(x), rope)
+        pool.write(layer, queries.slots, k, v)
+        out = backend.ragged(q, pool.k[layer], pool.v[layer], queries, attention.scale)
+        x = attention.output.add_to(x, out)
+        return self.mlp.add_to(x, self.post_attention_norm(x))
+
+    def parameters(self) -> NamedParameters:
+        yield from prefixed("input_layernorm", self.input_norm.parameters())
+        yield from prefixed("self_attn", self.attention.parameters())
+        yield from prefixed("post_attention_layernorm", self.post_attention_norm.parameters())
+        yield from prefixed("mlp", self.mlp.parameters())
+
+
+class Qwen3:
+    """The target. Its weights are uninitialised until a loader has filled `parameters()`."""
+
+    def __init__(self, config: TargetConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.tables = TokenTables(
+            config.vocab_size, config.hidden_size, config.tie_word_embeddings, dtype=dtype, device=device
+        )
+        self.layers = [
+            Qwen3Layer(config, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=dtype, device=device)
+
+    def make_kv_pool(self, num_slots: int) -> KVPool:
+        """A zeroed pool of this model's geometry, owned by the caller."""
+        config = self.config
+        return KVPool(
+            config.num_hidden_layers,
+            num_slots,
+            config.num_key_value_heads,
+            config.head_dim,
+            self.dtype,
+            self.device,
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """`ids` int64 of any shape S -> S + [H]."""
+        return self.tables.embed(ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        queries: RaggedQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+        capture_layers: tuple[int, ...] = (),
+    ) -> TargetHidden:
+        """Runs packed rows `input_ids` [M] int64 and writes their K/V at `queries.slots`.
+
+        `capture_layers`: 0-based and ascending; L is the residual stream after decoder layer L, in transformers'
+        terms `hidden_states[L + 1]`, for the last layer too (where that entry is normed and ours is not).
+        """
+        x = self.embed(input_ids)
+        rope = self.rotary.tables(queries.positions)
+        captured = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rope, index, queries, pool, backend)
+            if index in capture_layers:
+                captured.append(x)
+        return TargetHidden(self.norm(x), torch.cat(captured, dim=-1) if captured else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden` [..., H] final-normed (of this model or of its draft) -> [..., V] float32."""
+        return self.tables.logits(hidden)
+
+    def parameters(self) -> NamedParameters:
+        """Every tensor of the checkpoint, named without the `model.` prefix."""
+        yield from self.tables.parameters("embed_tokens.weight", "lm_head.weight")
+        for index, layer in enumerate(self.layers):
+            yield from prefixed(f"layers.{index}", layer.parameters())
+        yield from prefixed("norm", self.norm.parameters())
