@@ -110,7 +110,7 @@ class SchedulerReady(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     max_total_num_tokens: int  # KV capacity of the pool in tokens
     max_running_requests: int
-    info: dict[str, int | float | str | bool | None | list[int] | list[str]]  # resolved values for /server_info
+    info: dict[str, int | float | str | bool | list[int | str] | None]  # resolved values for /server_info
 
 
 class SchedulerFailed(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,186 @@
+"""Health, models, server information, load, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import flashspark
+from flashspark.ipc import SamplingParams
+
+from .context import ServerContext
+from .engine_client import EngineDead
+from .errors import RequestError
+from .generation import Generation, Prompt
+from .protocol import AbortBody
+from .wire import json_response, unless_disconnected
+
+_SECRET_ARGS = frozenset({"api_key", "admin_api_key"})
+
+
+async def health(request: Request, context: ServerContext) -> Response:
+    """At once, from the step loop's signs of life."""
+    return Response(status_code=200 if context.healthy else 503)
+
+
+async def health_generate(request: Request, context: ServerContext) -> Response:
+    """One token through the whole engine."""
+    if not context.healthy:
+        return Response(status_code=503)
+    try:
+        await unless_disconnected(request.receive, probe(context))
+    except (RequestError, TimeoutError, asyncio.TimeoutError):
+        return Response(status_code=503)
+    return Response(status_code=200)
+
+
+async def probe(context: ServerContext) -> None:
+    """Generates one token; `TimeoutError` or `RequestError` if it does not come."""
+    prompt = Prompt(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))
+    generation = Generation([prompt], context.tokenizer, "static" if context.args.speculative else "off")
+    try:
+        await generation.start(context.engine)
+        await asyncio.wait_for(generation.run(), context.health_timeout_s)
+    finally:
+        generation.close()
+
+
+async def root(request: Request, context: ServerContext) -> Response:
+    """Says that something is here."""
+    return json_response({"name": "FlashSpark", "version": flashspark.__version__})
+
+
+async def ping(request: Request, context: ServerContext) -> Response:
+    """Whether requests are taken."""
+    return Response(status_code=200 if context.status == "ready" else 503)
+
+
+def _model_card(context: ServerContext) -> dict[str, Any]:
+    name = context.args.served_model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "flashspark",
+        "root": name,
+        "parent": None,
+        "max_model_len": context.limits.context_length,
+    }
+
+
+async def models(request: Request, context: ServerContext) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_model_card(context)]})
+
+
+async def model(request: Request, context: ServerContext) -> Response:
+    """The one model by its name, which may contain slashes."""
+    name = request.path_params["model_id"]
+    if name != context.args.served_model_name:
+        message = f"the model {name[:200]!r} does not exist; served: {context.args.served_model_name!r}"
+        raise RequestError(message, param="model", status=404, code="model_not_found")
+    return json_response(_model_card(context))
+
+
+async def model_info(request: Request, context: ServerContext) -> Response:
+    """What clients and routers read to find the tokenizer and the kind of model."""
+    args, config = context.args, context.model_config
+    return json_response(
+        {
+            "model_path": args.model_path,
+            "served_model_name": args.served_model_name,
+            "tokenizer_path": args.tokenizer_path,
+            "is_generation": True,
+            "preferred_sampling_params": args.preferred_sampling_params,
+            "weight_version": args.weight_version,
+            "load_format": args.load_format,
+            "reasoning_parser": args.reasoning_parser,
+            "tool_call_parser": args.tool_call_parser,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": config.get("model_type"),
+            "architectures": config.get("architectures"),
+        }
+    )
+
+
+async def server_info(request: Request, context: ServerContext) -> Response:
+    """Every resolved flag, the engine's limits, and its live state."""
+    flags = {key: value for key, value in context.args.to_dict().items() if key not in _SECRET_ARGS}
+    ready = context.ready
+    try:
+        state = await context.engine.state()
+    except (EngineDead, TimeoutError, asyncio.TimeoutError):
+        state = {}
+    internal = {
+        **flags,
+        **ready.info,
+        "effective_max_running_requests_per_dp": ready.max_running_requests,
+        "memory_usage": {"token_capacity": ready.max_total_num_tokens},
+        "world_size": 1,
+        **state,
+    }
+    body = {
+        **flags,
+        **ready.info,
+        "launch_command": context.launch_command,
+        "status": context.status,
+        "max_total_num_tokens": ready.max_total_num_tokens,
+        "max_running_requests": ready.max_running_requests,
+        "context_length": ready.context_length,
+        "vocab_size": ready.vocab_size,
+        "max_req_input_len": min(ready.context_length, context.limits.pool_tokens) - 1,
+        "startup_time": context.startup_seconds,
+        "health_check_timeout": context.health_timeout_s,
+        "version": flashspark.__version__,
+        "frontend": "flashspark",
+        "num_requests_in_flight": context.engine.num_in_flight,
+        "heartbeat_age": context.engine.heartbeat_age_s,
+        "internal_states": [internal],
+    }
+    return json_response(body)
+
+
+async def get_load(request: Request, context: ServerContext) -> Response:
+    """One entry per data-parallel rank; routers poll it."""
+    beat = context.engine.heartbeat
+    return json_response(
+        [
+            {
+                "dp_rank": 0,
+                "num_reqs": beat.num_running_reqs + beat.num_queue_reqs,
+                "num_waiting_reqs": beat.num_queue_reqs,
+                "num_tokens": beat.num_used_tokens,
+                "num_pending_tokens": 0,
+                "ts_tic": time.perf_counter(),
+            }
+        ]
+    )
+
+
+async def abort_request(request: Request, context: ServerContext) -> Response:
+    """Ends requests by the beginning of their id, or all; 200 even where nothing matches."""
+    body = AbortBody.parse(await context.read_json(request))
+    if not body.abort_all and not body.rid:
+        raise RequestError("rid: give a request id, or abort_all: true", param="rid")
+    matching = [
+        request_id
+        for request_id in context.engine.in_flight_ids()
+        if body.abort_all or request_id.startswith(body.rid or "")
+    ]
+    context.engine.abort(matching, body.abort_message or "aborted by /abort_request")
+    return Response(status_code=200)
+
+
+async def flush_cache(request: Request, context: ServerContext) -> Response:
+    """There is no prefix cache yet, so an idle server has nothing to flush."""
+    if context.engine.num_in_flight:
+        busy = "Cannot flush while requests are running.\n"
+        return Response(busy, status_code=400, media_type="text/plain")
+    return Response("Nothing cached.\n", media_type="text/plain")

@@ -1,0 +1,136 @@
+"""What every route needs: arguments, tokenizer, engine, limits, and whether the server takes requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from starlette.requests import Request
+
+from flashspark import envs
+from flashspark.args import ArgumentError, ServerArgs
+from flashspark.ipc import SchedulerReady
+from flashspark.text import TextTokenizer
+
+from .engine_client import EngineClient
+from .errors import RequestError, unavailable
+from .generation import Generation
+from .protocol import NativeSampling
+from .sampling import Limits, chat_defaults
+from .wire import BodyTooLarge, read_body
+
+logger = logging.getLogger("flashspark.api")
+
+Status = Literal["starting", "ready", "draining", "failed"]
+_LOGGED_CHARS = 2048
+
+
+class ServerContext:
+    """One per server. `status` is set by whoever runs the process."""
+
+    def __init__(
+        self, args: ServerArgs, tokenizer: TextTokenizer, engine: EngineClient, command: str
+    ) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.launch_command = command
+        self.status: Status = "starting"
+        self.started = time.time()
+        self.startup_seconds: float | None = None
+        self.limits = Limits.of(engine.ready, args.allow_auto_truncate)
+        self.model_config = _read_json_object(Path(args.model_path) / "config.json")
+        self.chat_defaults = self._chat_defaults()
+        self.native_defaults = self._native_defaults()
+        self.health_timeout_s = envs.HEALTH_CHECK_TIMEOUT_S.get()
+
+    @property
+    def ready(self) -> SchedulerReady:
+        """The engine's limits and resolved values."""
+        return self.engine.ready
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and the step loop is alive."""
+        return self.status == "ready" and self.engine.heartbeat_age_s < self.health_timeout_s
+
+    def _chat_defaults(self) -> dict[str, Any]:
+        if self.args.sampling_defaults == "openai":
+            return {}
+        return chat_defaults(_read_json_object(Path(self.args.model_path) / "generation_config.json"))
+
+    def _native_defaults(self) -> dict[str, Any]:
+        defaults = json.loads(self.args.preferred_sampling_params or "{}")
+        try:
+            NativeSampling.parse(defaults)
+        except RequestError as error:
+            raise ArgumentError("--preferred-sampling-params", None, error.message) from None
+        return defaults
+
+    async def read_json(self, request: Request, content_type: bool = False) -> Any:
+        """The parsed body; every way in which it is not JSON is a 400."""
+        declared = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if content_type and declared != "application/json":
+            raise RequestError(
+                f"content-type must be application/json, not {declared[:80]!r}",
+                param="content-type",
+                schema=True,
+            )
+        try:
+            body = await read_body(request, self.args.max_body_bytes)
+        except BodyTooLarge as error:
+            raise RequestError(str(error), status=413) from None
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(f"the request body is not valid JSON: {error}", schema=True) from None
+
+    def check_serving(self) -> None:
+        """Refuses new work while starting, draining or failed."""
+        if self.status == "draining":
+            raise unavailable("the server is shutting down", retry_after_s=5)
+        if self.status == "failed":
+            raise unavailable(f"the engine is down: {self.engine.failure}", retry_after_s=5)
+
+    async def start(self, generation: Generation, client_id: str | None = None) -> None:
+        """Submits a call's requests unless the queue is full."""
+        self.check_serving()
+        self._check_queue(len(generation.choices))
+        await generation.start(self.engine)
+        if self.args.log_requests:
+            self._log(generation, client_id)
+
+    def _check_queue(self, num_new: int) -> None:
+        limit = self.args.max_queued_requests
+        if limit is None:
+            return
+        free = self.ready.max_running_requests + limit - self.engine.num_in_flight
+        if num_new > free or self.engine.heartbeat.num_queue_reqs >= limit:
+            raise unavailable(f"the queue is full (--max-queued-requests {limit})")
+
+    def _log(self, generation: Generation, client_id: str | None) -> None:
+        level = self.args.log_requests_level
+        for prompt in generation.prompts:
+            line = f"Receive: rid={prompt.request_id} x-request-id={client_id} n={prompt.n} "
+            line += f"#prompt-token={len(prompt.input_ids)} speculation={generation.speculation}"
+            if level >= 1:
+                line += f" sampling={prompt.sampling}"
+            if level >= 2:
+                text = (
+                    prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.input_ids, False)
+                )
+                line += f" text={text if level >= 3 else text[:_LOGGED_CHARS]!r}"
+            logger.info("%s", line)
+
+
+def _read_json_object(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # the engine judges model folders; the API only reports what is there
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,292 @@
+"""One client call on its way through the engine: prompts × choices, their tokens, text and statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashspark.ipc import (
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    SamplingParams,
+    SpeculationMode,
+    SpeculativeStats,
+)
+from flashspark.text import StopMatcher, TextTokenizer
+
+from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
+from .errors import RequestError, unavailable
+
+MAX_REQUESTS_PER_CALL = 4096
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a call, checked against every limit."""
+
+    request_id: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    no_stop_trim: bool = False
+    stream_interval: int = 1
+    text: str | None = None  # as it came, for `echo`
+
+
+class Choice:
+    """One answer while it grows. `text[:num_released]` may be shown: no stop string can reach it any more."""
+
+    def __init__(
+        self, index: int, prompt_index: int, request_id: str, prompt: Prompt, tok: TextTokenizer
+    ) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.request_id = request_id
+        self.prompt = prompt
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.num_released = 0
+        self.finish: FinishReason | None = None
+        self.speculative = SpeculativeStats()
+        self.num_cached_tokens = 0
+        self.num_retractions = 0
+        self._detokenizer = tok.detokenizer(prompt.sampling.skip_special_tokens)
+        self._matcher = StopMatcher(prompt.sampling.stop)
+        self._num_text_taken = 0
+        self._num_ids_taken = 0
+
+    @property
+    def visible_text(self) -> str:
+        """All text so far that may be shown."""
+        return self.text[: self.num_released]
+
+    def take_text(self) -> str:
+        """What became visible since the last call."""
+        delta = self.text[self._num_text_taken : self.num_released]
+        self._num_text_taken = self.num_released
+        return delta
+
+    def take_ids(self) -> list[int]:
+        """The ids since the last call."""
+        ids = self.token_ids[self._num_ids_taken :]
+        self._num_ids_taken = len(self.token_ids)
+        return ids
+
+    @property
+    def num_ids_waiting(self) -> int:
+        """How many ids `take_ids` would return."""
+        return len(self.token_ids) - self._num_ids_taken
+
+    def apply(self, output: RequestOutput) -> None:
+        """Appends what the scheduler sent."""
+        self.token_ids += output.token_ids
+        self.speculative = output.speculative
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_retractions = output.num_retractions
+        self.finish = output.finish
+        ids = output.token_ids
+        if self._ends_with_stop_token(output) and not self.prompt.no_stop_trim:
+            ids = ids[:-1]
+        delta = self._detokenizer.push(ids)
+        if self.finish is not None:
+            delta += self._detokenizer.flush()
+        self.text += delta
+        match = self._matcher.push(delta)
+        if self.finish is None:
+            held_from = match.start if match is not None else len(self.text)
+            releasable = self._matcher.releasable(self.text[self.num_released : held_from])
+            self.num_released += releasable
+            return
+        if match is not None and self.finish.type == "stop" and isinstance(self.finish.matched, str):
+            self.text = self.text[: match.end if self.prompt.no_stop_trim else match.start]
+        self.num_released = len(self.text)
+
+    def _ends_with_stop_token(self, output: RequestOutput) -> bool:
+        finish, ids = output.finish, output.token_ids
+        if finish is None or finish.type != "stop" or isinstance(finish.matched, str | None):
+            return False
+        return bool(ids) and ids[-1] == finish.matched
+
+
+class Generation:
+    """All choices of one call. Whoever starts it closes it: closing frees what still runs."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], tokenizer: TextTokenizer, speculation: SpeculationMode
+    ) -> None:
+        self.prompts = list(prompts)
+        self.speculation = speculation
+        self.started_s = time.monotonic()
+        self.created = int(time.time())
+        self.choices: list[Choice] = []
+        for prompt_index, prompt in enumerate(self.prompts):
+            for j in range(prompt.n):
+                request_id = prompt.request_id if prompt.n == 1 else f"{prompt.request_id}_{j}"
+                self.choices.append(Choice(len(self.choices), prompt_index, request_id, prompt, tokenizer))
+        if len(self.choices) > MAX_REQUESTS_PER_CALL:
+            raise RequestError(
+                f"n: {len(self.choices)} answers in one call, the limit is {MAX_REQUESTS_PER_CALL}", param="n"
+            )
+        self._by_id = {choice.request_id: choice for choice in self.choices}
+        self._call: EngineCall | None = None
+        self._empty: list[Choice] = []
+
+    async def start(self, engine: EngineClient) -> None:
+        """Submits everything. An answer of no tokens needs no engine and is finished at once."""
+        requests = []
+        for choice in self.choices:
+            if choice.prompt.sampling.max_new_tokens == 0:
+                choice.finish = FinishReason("length")
+                self._empty.append(choice)
+                continue
+            requests.append(
+                GenerateRequest(
+                    request_id=choice.request_id,
+                    input_ids=choice.prompt.input_ids,
+                    sampling=choice.prompt.sampling,
+                    choice_index=choice.index - self._first_index(choice.prompt_index),
+                    speculation=self.speculation,
+                )
+            )
+        try:
+            self._call = await engine.submit(requests)
+        except DuplicateRequest as error:
+            raise RequestError(f"rid: {str(error)!r} is in use by a request in flight", param="rid") from None
+        except EngineDead as error:
+            raise unavailable(f"the engine is down: {error}") from None
+
+    def _first_index(self, prompt_index: int) -> int:
+        return sum(prompt.n for prompt in self.prompts[:prompt_index])
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    async def updates(self) -> list[Choice]:
+        """The choices that grew or ended since the last call, each once; waits for at least one.
+
+        An abort that the server itself ordered, and an engine that died, raise `RequestError`.
+        """
+        if self._empty:
+            changed, self._empty = self._empty, []
+            return changed
+        assert self._call is not None
+        try:
+            outputs = await self._call.outputs()
+        except EngineDead as error:
+            raise RequestError(f"the engine is down: {error}", status=500, code="engine_down") from None
+        changed_by_id: dict[str, Choice] = {}
+        for output in outputs:
+            choice = self._by_id[output.request_id]
+            choice.apply(output)
+            changed_by_id[output.request_id] = choice
+            if output.finish is not None and output.finish.type == "abort":
+                self._raise_if_ordered(output.finish)
+        return list(changed_by_id.values())
+
+    def _raise_if_ordered(self, finish: FinishReason) -> None:
+        status = finish.status_code
+        if status is None and self._call is not None:
+            status = self._call.abort_status
+        if status is not None:
+            message = finish.message or "the request was aborted by the server"
+            raise RequestError(message, status=status, retry_after_s=1 if status == 503 else None)
+
+    async def run(self) -> None:
+        """Waits until every choice has ended."""
+        while not self.finished:
+            await self.updates()
+
+    def close(self) -> None:
+        """Frees what is still running. Any number of calls."""
+        if self._call is not None:
+            self._call.close()
+
+
+def finish_reason(choice: Choice) -> dict[str, Any] | None:
+    """`meta_info.finish_reason`."""
+    finish = choice.finish
+    if finish is None:
+        return None
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": choice.prompt.sampling.max_new_tokens}
+        case _:
+            message = finish.message or "aborted"
+            return {"type": "abort", "message": message, "status_code": finish.status_code, "err_type": None}
+
+
+def spec_details(choice: Choice) -> dict[str, Any]:
+    """Speculative statistics under SGLang's names (0.5.23, then 0.5.17's); empty without verify steps."""
+    stats = choice.speculative
+    if stats.num_verify_steps == 0:
+        return {}
+    rate = stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0
+    return {
+        "spec_verify_ct": stats.num_verify_steps,
+        "spec_accept_length": len(choice.token_ids) / stats.num_verify_steps,
+        "spec_accept_rate": rate,
+        "spec_num_correct_drafts": stats.num_accepted,
+        "spec_num_proposed_drafts": stats.num_drafted,
+        "spec_num_verified_drafts": stats.num_verified,
+        "spec_correct_drafts_histogram": stats.accept_histogram,
+        "spec_accepted_drafts": stats.num_accepted,
+        "spec_proposed_drafts": stats.num_drafted,
+        "spec_accept_histogram": stats.accept_histogram,
+    }
+
+
+def meta_info(choice: Choice, generation: Generation, weight_version: str) -> dict[str, Any]:
+    """`meta_info` of one answer so far; statistics and latency once it has ended."""
+    info: dict[str, Any] = {
+        "id": choice.request_id,
+        "finish_reason": finish_reason(choice),
+        "prompt_tokens": len(choice.prompt.input_ids),
+        "completion_tokens": len(choice.token_ids),
+        "cached_tokens": choice.num_cached_tokens,
+        "reasoning_tokens": 0,
+        "weight_version": weight_version,
+        "num_retractions": choice.num_retractions,
+    }
+    if choice.finish is not None:
+        info["speculation"] = {"mode": generation.speculation}
+        info |= spec_details(choice)
+        info["e2e_latency"] = time.monotonic() - generation.started_s
+    return info
+
+
+def usage(
+    choices: Sequence[Choice], prompts: Sequence[Prompt], cache_report: bool, with_statistics: bool
+) -> dict[str, Any]:
+    """OpenAI's `usage` over some choices; prompt tokens count once per prompt, not per choice.
+
+    `speculative` is FlashSpark's own: the verify statistics of the whole call.
+    """
+    num_prompt = sum(len(prompt.input_ids) for prompt in prompts)
+    num_completion = sum(len(choice.token_ids) for choice in choices)
+    cached = {choice.prompt_index: choice.num_cached_tokens for choice in choices}
+    details = {"cached_tokens": sum(cached.values())} if cache_report else None
+    body: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": details,
+        "completion_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
+    num_steps = sum(choice.speculative.num_verify_steps for choice in choices)
+    if with_statistics and num_steps:
+        body["speculative"] = {
+            "verify_steps": num_steps,
+            "drafted_tokens": sum(choice.speculative.num_drafted for choice in choices),
+            "verified_tokens": sum(choice.speculative.num_verified for choice in choices),
+            "accepted_tokens": sum(choice.speculative.num_accepted for choice in choices),
+            "acceptance_length": num_completion / num_steps,
+        }
+    return body

@@ -1,0 +1,268 @@
+"""Request bodies. A field is honoured, or made by `neutral`; anything else is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from .fields import (
+    Interval,
+    LogitBias,
+    MinP,
+    NumChoices,
+    NumTokens,
+    Penalty,
+    PositiveTokens,
+    RepetitionPenalty,
+    RequestId,
+    RequestModel,
+    Seed,
+    StopIds,
+    Stops,
+    Temperature,
+    TopK,
+    TopP,
+    neutral,
+)
+
+_GRAMMAR = "structured output is not available yet"
+_LOGPROBS = "log-probabilities are not available yet"
+_TOOLS = "tools are not available yet"
+_LORA = "LoRA adapters are not available"
+_MEDIA = "this model takes text only"
+_DISAGGREGATION = "disaggregated serving is not available"
+
+Identifier = Annotated[str, StringConstraints(max_length=512)]
+
+
+def _role(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class SpeculationOptions(RequestModel):
+    """FlashSpark's own: how this request's tokens are found. The distribution they follow never changes."""
+
+    mode: Literal["off", "static"] = Field(description="off: one token per step; static: full blocks")
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = Field(False, description="one last frame with the usage of the whole call")
+    continuous_usage_stats: bool = Field(False, description="usage so far in every content frame")
+    include_obfuscation: Any = neutral(False)
+
+
+class SamplingFields(RequestModel):
+    """Sampling that both APIs name alike. None: the route's default."""
+
+    n: NumChoices = Field(1, description="answers per prompt")
+    temperature: Temperature | None = Field(None, description="at most 1e-5: greedy")
+    top_p: TopP | None = None
+    top_k: TopK | None = Field(None, description="-1: all")
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: Stops = Field([], description="output ends before the first of these")
+    stop_token_ids: StopIds = Field([], description="output ends at the first of these")
+    ignore_eos: bool = False
+    no_stop_trim: bool = Field(False, description="the stop string or token stays in the text")
+    skip_special_tokens: bool = True
+    logit_bias: LogitBias = Field({}, description="token id (as a string) to bias, -10000 to 10000")
+    spaces_between_special_tokens: Any = neutral(True)
+    stop_regex: Any = neutral(None, "", [], remedy="stop patterns are not available yet")
+    json_schema: Any = neutral(None, "", remedy=_GRAMMAR)
+    regex: Any = neutral(None, "", remedy=_GRAMMAR)
+    ebnf: Any = neutral(None, "", remedy=_GRAMMAR)
+    structural_tag: Any = neutral(None, "", remedy=_GRAMMAR)
+    custom_params: Any = neutral(None, {})
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params` of `/generate`."""
+
+    NULLABLE: ClassVar[frozenset[str]] = frozenset({"max_new_tokens"})
+
+    max_new_tokens: NumTokens | None = Field(128, description="null: to the end of the context")
+    min_new_tokens: NumTokens = 0
+    sampling_seed: Seed | None = None
+    stream_interval: Interval | None = None
+    beam_width: Any = neutral(None, 0, 1, remedy="beam search is not available")
+    watermark: Any = neutral(None, False)
+    choice: Any = neutral(None)
+
+
+class GenerateBody(RequestModel):
+    """`/generate`. Either `text` or `input_ids`, one or a batch."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = Field({}, description="one, or one per prompt")
+    stream: bool = False
+    rid: RequestId | list[RequestId] | None = Field(None, description="the client's id, to abort by")
+    speculation: SpeculationOptions | None = None
+    return_prompt_token_ids: bool = False
+    return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
+    logprob_start_len: Any = neutral(-1, 0, remedy=_LOGPROBS)
+    top_logprobs_num: Any = neutral(0, remedy=_LOGPROBS)
+    token_ids_logprob: Any = neutral(None, [], remedy=_LOGPROBS)
+    return_text_in_logprobs: Any = neutral(False, remedy=_LOGPROBS)
+    return_hidden_states: Any = neutral(False, remedy="hidden states are not returned")
+    return_routed_experts: Any = neutral(False, remedy="hidden states are not returned")
+    return_entropy: Any = neutral(False, remedy=_LOGPROBS)
+    return_bytes: Any = neutral(False)
+    log_metrics: Any = neutral(True)
+    background: Any = neutral(False, remedy="background requests are not available")
+    no_logs: Any = neutral(False)
+    model: Any = neutral(None)
+    input_embeds: Any = neutral(None)
+    image_data: Any = neutral(None, [], remedy=_MEDIA)
+    video_data: Any = neutral(None, [], remedy=_MEDIA)
+    audio_data: Any = neutral(None, [], remedy=_MEDIA)
+    modalities: Any = neutral(None, [], ["text"], remedy=_MEDIA)
+    lora_path: Any = neutral(None, "", remedy=_LORA)
+    lora_id: Any = neutral(None, "", remedy=_LORA)
+    session_params: Any = neutral(None, {})
+    custom_logit_processor: Any = neutral(None, "", remedy="custom code is never executed")
+    priority: Any = neutral(None, 0)
+    routing_key: Any = neutral(None)
+    extra_key: Any = neutral(None)
+    cache_salt: Any = neutral(None, "")
+    custom_labels: Any = neutral(None, {})
+    data_parallel_rank: Any = neutral(None, 0)
+    routed_dp_rank: Any = neutral(None, 0)
+    disagg_prefill_dp_rank: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_host: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_port: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_room: Any = neutral(None, remedy=_DISAGGREGATION)
+
+
+class OpenAIFields(SamplingFields):
+    """What completions and chat share."""
+
+    model: Identifier = Field("default", description="echoed; one model is served")
+    max_tokens: PositiveTokens | None = None
+    min_tokens: NumTokens = 0
+    seed: Seed | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    rid: RequestId | list[RequestId] | None = Field(None, description="the client's id, to abort by")
+    speculation: SpeculationOptions | None = None
+    return_cached_tokens_details: bool = Field(False, description="adds sglext.cached_tokens_details")
+    return_spec_tokens_details: bool = Field(False, description="adds sglext.spec_tokens_details")
+    return_token_ids: bool = Field(False, description="adds sglext.input_ids and output_ids")
+    user: Identifier | None = Field(None, description="identifies an end user; no effect on the answer")
+    safety_identifier: Identifier | None = Field(None, description="as `user`")
+    metadata: dict[str, Any] | None = Field(None, description="the client's own labels; no effect")
+    response_format: Any = neutral(None, {"type": "text"}, remedy=_GRAMMAR)
+    store: Any = neutral(False)
+    service_tier: Any = neutral(None, "auto", "default")
+    prompt_cache_key: Any = neutral(None, "")
+    return_hidden_states: Any = neutral(False, remedy="hidden states are not returned")
+    return_routed_experts: Any = neutral(False, remedy="hidden states are not returned")
+    lora_path: Any = neutral(None, "", remedy=_LORA)
+    session_params: Any = neutral(None, {})
+    custom_logit_processor: Any = neutral(None, "", remedy="custom code is never executed")
+    priority: Any = neutral(None, 0)
+    routing_key: Any = neutral(None)
+    extra_key: Any = neutral(None)
+    cache_salt: Any = neutral(None, "")
+    custom_labels: Any = neutral(None, {})
+    data_parallel_rank: Any = neutral(None, 0)
+    routed_dp_rank: Any = neutral(None, 0)
+    disagg_prefill_dp_rank: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_host: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_port: Any = neutral(None, remedy=_DISAGGREGATION)
+    bootstrap_room: Any = neutral(None, remedy=_DISAGGREGATION)
+
+
+class CompletionBody(OpenAIFields):
+    """`/v1/completions`."""
+
+    prompt: Any = Field(description="text, list of texts, token ids, or list of token id lists")
+    max_tokens: PositiveTokens = 16
+    echo: bool = Field(False, description="the prompt before the answer")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="only as 1 or the value of n")
+    suffix: Any = neutral(None, "")
+    logprobs: Any = neutral(None, False, remedy=_LOGPROBS)
+
+
+class ChatMessage(RequestModel):
+    """One turn. `content` is text or a list of text parts."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"], BeforeValidator(_role)
+    ]
+    content: str | list[dict[str, Any]] | None = None
+    name: Identifier | None = None
+    reasoning_content: str | None = None
+    tool_call_id: Identifier | None = None
+    tool_calls: Any = neutral(None, [], remedy=_TOOLS)
+    refusal: Any = neutral(None)
+    audio: Any = neutral(None, remedy=_MEDIA)
+    annotations: Any = neutral(None, [])
+    function_call: Any = neutral(None, remedy=_TOOLS)
+
+
+class ChatBody(OpenAIFields):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: PositiveTokens | None = Field(None, description="beats max_tokens")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    return_meta_info: bool = Field(False, description="adds meta_info to each choice (not streamed)")
+    separate_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to separate")
+    stream_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to hold back")
+    logprobs: Any = neutral(False, remedy=_LOGPROBS)
+    top_logprobs: Any = neutral(None, 0, remedy=_LOGPROBS)
+    tools: Any = neutral(None, [], remedy=_TOOLS)
+    tool_choice: Any = neutral(None, "none", "auto", remedy=_TOOLS)
+    parallel_tool_calls: Any = neutral(True, False, remedy=_TOOLS)
+    functions: Any = neutral(None, [], remedy=_TOOLS)
+    function_call: Any = neutral(None, "none", "auto", remedy=_TOOLS)
+    reasoning_effort: Any = neutral(None, remedy="pass template variables in chat_template_kwargs")
+    continue_final_message: Any = neutral(False)
+    input_ids: Any = neutral(None, remedy="use /generate for token ids")
+    modalities: Any = neutral(None, [], ["text"], remedy=_MEDIA)
+    audio: Any = neutral(None, remedy=_MEDIA)
+    prediction: Any = neutral(None)
+    web_search_options: Any = neutral(None)
+    verbosity: Any = neutral(None)
+
+
+class TokenizeBody(RequestModel):
+    """`/tokenize`: either `prompt` or `messages`."""
+
+    model: Identifier = "default"
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = neutral(None, [], remedy=_TOOLS)
+
+
+class DetokenizeBody(RequestModel):
+    """`/detokenize`: the ids of one text, or of several."""
+
+    model: Identifier = "default"
+    tokens: list[Any]
+    skip_special_tokens: bool = True
+
+
+class AbortBody(RequestModel):
+    """`/abort_request`: every request whose id begins with `rid`, or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: Identifier | None = None
+
+
+# Request models by route, for the OpenAPI document and for the test that walks every field.
+BODIES: dict[str, type[RequestModel]] = {
+    "/generate": GenerateBody,
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/abort_request": AbortBody,
+}

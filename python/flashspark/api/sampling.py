@@ -1,0 +1,223 @@
+"""From validated bodies to what the scheduler gets: sampling parameters, prompt ids, and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashspark.ipc import SamplingParams, SchedulerReady, SpeculationMode
+from flashspark.text import TextTokenizer
+
+from .errors import RequestError
+from .protocol import NativeSampling, OpenAIFields, SamplingFields, SpeculationOptions
+
+# Longer texts are tokenised in a thread: the event loop serves everyone else meanwhile.
+_INLINE_CHARS = 4096
+# Fields that a model's generation_config.json may set for chat.
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may be at most, from the engine."""
+
+    context_length: int
+    vocab_size: int
+    pool_tokens: int
+    auto_truncate: bool
+
+    @classmethod
+    def of(cls, ready: SchedulerReady, auto_truncate: bool) -> Limits:
+        """The engine's limits. `info["max_request_tokens"]` may be less than the pool."""
+        pool = ready.info.get("max_request_tokens")
+        pool_tokens = pool if isinstance(pool, int) else ready.max_total_num_tokens
+        return cls(ready.context_length, ready.vocab_size, pool_tokens, auto_truncate)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The asked-for numbers of tokens and the field names they came under."""
+
+    max_tokens: int | None  # None: to the end of the context
+    min_tokens: int
+    max_name: str
+    min_name: str
+
+
+def check_token_ids(ids: Any, name: str, limits: Limits) -> list[int]:
+    """A non-empty list of ids within the vocabulary."""
+    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+        raise RequestError(f"{name}: must be a list of token ids (whole numbers)", param=name, schema=True)
+    if not ids:
+        raise RequestError(f"{name}: must not be empty", param=name)
+    for token_id in ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise RequestError(
+                f"{name}: token id {token_id} is outside the vocabulary (0 to {limits.vocab_size - 1})",
+                param=name,
+            )
+    return ids
+
+
+async def encode(
+    tokenizer: TextTokenizer, text: str, name: str, limits: Limits, add_special_tokens: bool = True
+) -> list[int]:
+    """Ids of a prompt's text."""
+    if not text:
+        raise RequestError(f"{name}: must not be empty", param=name)
+    if len(text) <= _INLINE_CHARS:
+        ids = tokenizer.encode(text, add_special_tokens)
+    else:
+        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    if not ids:
+        raise RequestError(f"{name}: has no tokens", param=name)
+    return check_token_ids(ids, name, limits)
+
+
+def fit(ids: list[int], lengths: Lengths, prompt_name: str, limits: Limits) -> tuple[list[int], int]:
+    """The prompt and its number of output tokens, refused or (with --allow-auto-truncate) shortened."""
+    context, asked = limits.context_length, lengths.max_tokens
+    if limits.auto_truncate and len(ids) >= context:
+        ids = ids[: max(1, context - max(1, asked or 1))]
+    num_prompt = len(ids)
+    if num_prompt >= context:
+        raise RequestError(
+            f"{prompt_name}: the prompt has {num_prompt} tokens; the context of {context} tokens "
+            "has to hold the prompt and at least one more",
+            param=prompt_name,
+            code="context_length_exceeded",
+        )
+    if num_prompt >= limits.pool_tokens:
+        raise RequestError(
+            f"{prompt_name}: the prompt has {num_prompt} tokens; the KV pool of {limits.pool_tokens} tokens "
+            "(--max-total-tokens) has to hold the prompt and at least one more",
+            param=prompt_name,
+            code="kv_pool_exceeded",
+        )
+    room = min(context, limits.pool_tokens) - num_prompt
+    if asked is None or (limits.auto_truncate and asked > room):
+        return ids, room
+    if num_prompt + asked > context:
+        raise RequestError(
+            f"{lengths.max_name}: {num_prompt} prompt tokens and {asked} output tokens "
+            f"exceed the context of {context} tokens",
+            param=lengths.max_name,
+            code="context_length_exceeded",
+        )
+    if asked > room:
+        raise RequestError(
+            f"{lengths.max_name}: {num_prompt} prompt tokens and {asked} output tokens "
+            f"exceed the KV pool of {limits.pool_tokens} tokens (--max-total-tokens)",
+            param=lengths.max_name,
+            code="kv_pool_exceeded",
+        )
+    return ids, asked
+
+
+def native_lengths(sampling: NativeSampling) -> Lengths:
+    """Of `/generate`."""
+    return Lengths(
+        sampling.max_new_tokens,
+        sampling.min_new_tokens,
+        "sampling_params.max_new_tokens",
+        "sampling_params.min_new_tokens",
+    )
+
+
+def openai_lengths(body: OpenAIFields, max_tokens: int | None, max_name: str) -> Lengths:
+    """Of the OpenAI routes."""
+    return Lengths(max_tokens, body.min_tokens, max_name, "min_tokens")
+
+
+def sampling_params(
+    fields: SamplingFields,
+    max_new_tokens: int,
+    lengths: Lengths,
+    seed: int | None,
+    limits: Limits,
+    prefix: str = "",
+    defaults: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """The scheduler's parameters; `defaults` fill what the client left out."""
+    if lengths.min_tokens > (max_new_tokens if lengths.max_tokens is None else lengths.max_tokens):
+        raise RequestError(
+            f"{lengths.min_name}: {lengths.min_tokens} is more than {max_new_tokens} output tokens "
+            f"({lengths.max_name})",
+            param=lengths.min_name,
+        )
+    chosen = {**(defaults or {})}
+    for name in (*_MODEL_DEFAULTS, "frequency_penalty", "presence_penalty"):
+        value = getattr(fields, name)
+        if value is not None:
+            chosen[name] = value
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(lengths.min_tokens, max_new_tokens),
+        logit_bias=_logit_bias(fields, prefix, limits),
+        stop=tuple(fields.stop),
+        stop_token_ids=_stop_token_ids(fields, prefix, limits),
+        ignore_eos=fields.ignore_eos,
+        skip_special_tokens=fields.skip_special_tokens,
+        seed=seed,
+        **chosen,
+    )
+
+
+def _logit_bias(fields: SamplingFields, prefix: str, limits: Limits) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in fields.logit_bias.items():
+        # isdecimal alone would let other scripts' digits through
+        token_id = int(key) if key.isascii() and key.isdecimal() and len(key) <= 12 else -1
+        if not 0 <= token_id < limits.vocab_size:
+            name = f"{prefix}logit_bias"
+            raise RequestError(
+                f"{name}: key {key[:40]!r} is not a token id of the vocabulary (0 to {limits.vocab_size - 1})",
+                param=name,
+            )
+        bias[token_id] = value
+    return bias
+
+
+def _stop_token_ids(fields: SamplingFields, prefix: str, limits: Limits) -> tuple[int, ...]:
+    if not fields.stop_token_ids:
+        return ()
+    return tuple(check_token_ids(fields.stop_token_ids, f"{prefix}stop_token_ids", limits))
+
+
+def speculation_mode(options: SpeculationOptions | None, has_draft: bool) -> SpeculationMode:
+    """What the body asks for; a server without a draft can only be asked for `off`."""
+    if options is None:
+        return "static" if has_draft else "off"
+    if options.mode != "off" and not has_draft:
+        raise RequestError(
+            f"speculation.mode: {options.mode!r} needs a server started with --speculative-algorithm",
+            param="speculation.mode",
+            code="unsupported_value",
+        )
+    return options.mode
+
+
+def chat_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults from a model's generation_config.json, as far as they are in range."""
+    found: dict[str, Any] = {}
+    for name in _MODEL_DEFAULTS:
+        value = generation_config.get(name)
+        if name == "top_k" and value == 0:
+            value = -1  # transformers' way to say "all"
+        if value is not None:
+            found[name] = getattr(SamplingFields.parse({name: value}, "generation_config.json: "), name)
+    return found
+
+
+def request_ids(rid: str | Sequence[str] | None, num_prompts: int, fallback: str) -> list[str]:
+    """One id per prompt. A single id becomes `rid_0`, `rid_1`, … in a batch."""
+    if isinstance(rid, str) or rid is None:
+        base = rid if isinstance(rid, str) else fallback
+        return [base] if num_prompts == 1 else [f"{base}_{i}" for i in range(num_prompts)]
+    if len(rid) != num_prompts:
+        raise RequestError(f"rid: {len(rid)} ids for {num_prompts} prompts", param="rid")
+    if len(set(rid)) != len(rid):
+        raise RequestError("rid: has duplicates", param="rid")
+    return list(rid)

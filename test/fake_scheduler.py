@@ -1,0 +1,194 @@
+"""A scheduler process without a model: speaks the real messages and answers with the prompt itself.
+
+A request's output is its prompt's ids over and over, so that a test decides by its prompt what text comes
+back. Steps commit `WIDTH` tokens (one with speculation off); stop ids and strings end an answer inside a
+step, as the engine does it. Negative seeds are orders, see `SEED_*`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+from flashspark.args import ServerArgs
+from flashspark.ipc import (
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    Heartbeat,
+    RequestOutput,
+    SchedulerChannel,
+    SchedulerFailed,
+    SchedulerReady,
+    Shutdown,
+    SpeculativeStats,
+    StateReply,
+    StateRequest,
+)
+from flashspark.text import StopMatcher, TextTokenizer
+
+WIDTH = 4
+CONTEXT_LENGTH = 256
+SEED_CRASH = -1001  # the process dies with exit code 7
+SEED_FAIL = -1002  # it says why, then dies
+SEED_HANG = -1003  # it stops turning its loop
+SEED_ERROR = -1004  # this request alone ends with status 500
+# Any other negative seed -k: a step of this request takes k milliseconds.
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    tokenizer: TextTokenizer
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    next_step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.detokenizer = self.tokenizer.detokenizer(sampling.skip_special_tokens)
+        self.matcher = StopMatcher(sampling.stop)
+        self.ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self.ends |= set(self.tokenizer.eos_token_ids)
+
+    def step(self) -> RequestOutput:
+        sampling, ids = self.request.sampling, self.request.input_ids
+        width = WIDTH if self.request.speculation == "static" else 1
+        new: list[int] = []
+        finish = None
+        while len(new) < width and finish is None:
+            token = ids[self.num_tokens % len(ids)]
+            new.append(token)
+            self.num_tokens += 1
+            match = self.matcher.push(self.detokenizer.push([token]))
+            if token in self.ends and self.num_tokens > sampling.min_new_tokens:
+                finish = FinishReason("stop", token)
+            elif match is not None:
+                finish = FinishReason("stop", match.stop)
+            elif self.num_tokens >= sampling.max_new_tokens:
+                finish = FinishReason("length")
+        if self.request.speculation == "static":
+            self.num_steps += 1
+            self.num_drafted += WIDTH - 1
+            self.num_accepted += len(new) - 1
+            self.histogram[len(new) - 1] += 1
+        return self.output(new, finish)
+
+    def output(self, new: list[int], finish: FinishReason | None) -> RequestOutput:
+        stats = SpeculativeStats(
+            self.num_steps, self.num_drafted, self.num_drafted, self.num_accepted, list(self.histogram)
+        )
+        return RequestOutput(
+            self.request.request_id, new, finish, stats if self.num_steps else SpeculativeStats()
+        )
+
+
+class FakeScheduler:
+    def __init__(self, args: ServerArgs, channel: SchedulerChannel) -> None:
+        self.channel = channel
+        self.tokenizer = TextTokenizer.load(args.tokenizer_path or "")
+        self.running: dict[str, Running] = {}
+        self.num_aborted = 0
+        self.num_steps = 0
+        self.last_beat_s = 0.0
+        self.context_length = args.context_length or CONTEXT_LENGTH
+        self.pool = args.max_total_tokens or 8 * self.context_length
+        self.max_running = args.max_running_requests or 8
+
+    def ready(self) -> SchedulerReady:
+        vocab, ends = self.tokenizer.vocab_size, list(self.tokenizer.eos_token_ids)
+        info = {"speculative_num_draft_tokens": WIDTH, "dtype": "float32"}
+        return SchedulerReady(self.context_length, vocab, ends, self.pool, self.max_running, info)
+
+    def loop(self) -> None:
+        while True:
+            wait_ms = 1 if self.running else 100
+            for message in self.channel.receive_all(wait_ms):
+                match message:
+                    case GenerateRequest():
+                        self.add(message)
+                    case AbortRequest():
+                        self.abort(message)
+                    case StateRequest():
+                        state = {"num_running_reqs": len(self.running), "num_aborted": self.num_aborted}
+                        self.channel.send(StateReply(message.query_id, state))
+                    case Shutdown():
+                        return
+            now = time.monotonic()
+            for running in list(self.running.values())[: self.max_running]:
+                if running.next_step_s <= now:
+                    self.step(running, now)
+            if now - self.last_beat_s > 0.2:
+                self.last_beat_s = now
+                num_queued = max(0, len(self.running) - self.max_running)
+                beat = Heartbeat(self.num_steps, len(self.running) - num_queued, num_queued, 0)
+                self.channel.send(beat)
+
+    def add(self, request: GenerateRequest) -> None:
+        match request.sampling.seed:
+            case int(seed) if seed == SEED_CRASH:
+                os._exit(7)
+            case int(seed) if seed == SEED_FAIL:
+                raise RuntimeError("told to fail")
+            case int(seed) if seed == SEED_HANG:
+                time.sleep(3600)
+            case int(seed) if seed == SEED_ERROR:
+                finish = FinishReason("abort", message="this request alone failed", status_code=500)
+                self.channel.send(RequestOutput(request.request_id, [], finish))
+                return
+        self.running[request.request_id] = Running(request, self.tokenizer)
+
+    def abort(self, message: AbortRequest) -> None:
+        for request_id in message.request_ids:
+            running = self.running.pop(request_id, None)
+            if running is not None:
+                self.num_aborted += 1
+                self.channel.send(running.output([], FinishReason("abort", message=message.message)))
+
+    def step(self, running: Running, now: float) -> None:
+        self.num_steps += 1
+        output = running.step()
+        if output.finish is not None:
+            del self.running[running.request.request_id]
+        self.channel.send(output)
+        seed = running.request.sampling.seed
+        running.next_step_s = now + (-seed / 1000 if seed is not None and seed < 0 else 0)
+
+
+def leave_with_the_api_process() -> None:
+    while os.read(0, 1 << 16):  # not sys.stdin: its lock would be held at interpreter shutdown
+        pass
+    os._exit(0)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=leave_with_the_api_process, daemon=True).start()
+    channel = SchedulerChannel(start["requests_address"], start["outputs_address"])
+    args = ServerArgs.from_dict(start["args"])
+    try:
+        if args.load_format == "dummy":
+            raise ValueError("told not to load")
+        scheduler = FakeScheduler(args, channel)
+        channel.send(scheduler.ready())
+        scheduler.loop()
+        return 0
+    except Exception as error:
+        channel.send(SchedulerFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
