@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
@@ -11,7 +11,11 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
 
 
 class PageAllocator:
-    """A free list over pages 1 … num_pages. Last freed, first reused: warm memory first."""
+    """A free list over pages 1 … num_pages.
+
+    Last freed, first reused, in the order they were held: warm memory, and long requests keep getting pages that
+    lie in one run, which an attention backend may read without a gather.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -32,9 +36,9 @@ class PageAllocator:
             self._is_free[page] = 0
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Takes pages back; each must be out."""
-        for page in pages:
+        for page in reversed(pages):
             assert 0 < page <= self.num_pages and not self._is_free[page], f"page {page} is not out"
             self._is_free[page] = 1
             self._free.append(page)

@@ -38,6 +38,7 @@ class DFlashDrafter:
 
     def __init__(self, runner: ModelRunner, draft: DFlashDraft) -> None:
         self._runner, self._draft = runner, draft
+        self._forbidden_ids = torch.tensor([draft.config.mask_token_id], device=runner.device)
         self.gamma = draft.config.gamma
 
     def propose(
@@ -52,7 +53,7 @@ class DFlashDrafter:
     def _candidates(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Best `k` ids and their logits, [R, gamma, k] each; the mask token is never among them."""
         logits = self._draft.scale_logits(self._runner.target.logits(hidden.flatten(0, 1)))
-        ids, scores = top_candidates(logits, k, [self._draft.config.mask_token_id])
+        ids, scores = top_candidates(logits, k, self._forbidden_ids)
         shape = (hidden.shape[0], self.gamma, k)
         return ids.view(shape), scores.view(shape)
 
@@ -70,8 +71,6 @@ class DFlash2Drafter(DFlashDrafter):
         """See `Drafter`."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
         ids, scores = self._candidates(hidden, self._selector.top_k)
-        if uniforms is None:
-            uniforms = scores.new_zeros(rows.shape[0], self.gamma)
         tokens, probs = selector_walk(
             scores,
             ids,
@@ -81,7 +80,8 @@ class DFlash2Drafter(DFlashDrafter):
             self._selector.successor_codebook,
             temperature,
             greedy,
-            uniforms,
+            scores[..., 0] if uniforms is None else uniforms,  # nobody reads noise when every row is greedy
+            any_sampled=uniforms is not None,
         )
         return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs)
 

@@ -1,0 +1,75 @@
+"""How many KV tokens the pools hold."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+CPU_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class KVCapacity:
+    """Pages of the pools and why there are that many."""
+
+    num_pages: int
+    page_size: int
+    bytes_per_token: int
+    reason: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that requests can use together."""
+        return self.num_pages * self.page_size
+
+    @property
+    def num_slots(self) -> int:
+        """Slots to allocate: the usable pages and the scratch page."""
+        return (self.num_pages + 1) * self.page_size
+
+
+def available_memory_bytes() -> int:
+    """Physical memory this process may use: the machine's, or the control group's limit if lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total
+
+
+def decide_capacity(
+    max_total_tokens: int | None,
+    context_length: int,
+    max_running_requests: int,
+    page_size: int,
+    bytes_per_token: int,
+    memory_bytes: int,
+) -> KVCapacity:
+    """KV pages for the CPU path.
+
+    Args:
+        max_total_tokens: the flag; rounded down to whole pages. None: as much as all requests can use
+            together, but at most `CPU_MEMORY_SHARE` of `memory_bytes`.
+        bytes_per_token: target and draft K/V of one position.
+
+    Raises:
+        ValueError: not even one page.
+    """
+    wanted = max_running_requests * context_length
+    affordable = int(memory_bytes * CPU_MEMORY_SHARE) // bytes_per_token
+    if max_total_tokens is not None:
+        tokens, reason = max_total_tokens, "--max-total-tokens"
+    elif wanted <= affordable:
+        tokens, reason = wanted, "every running request at full context"
+    else:
+        tokens, reason = affordable, f"{CPU_MEMORY_SHARE:.0%} of {memory_bytes / 2**30:.1f} GiB memory"
+    num_pages = tokens // page_size if max_total_tokens is not None else -(-tokens // page_size)
+    if num_pages < 1:
+        raise ValueError(
+            f"the KV pool would hold {tokens} tokens, less than one page of {page_size}: "
+            "raise --max-total-tokens or lower --page-size"
+        )
+    return KVCapacity(num_pages, page_size, bytes_per_token, reason)

@@ -1,0 +1,118 @@
+"""The scheduler process: `python -m flashspark.scheduler.process`, started by the API process.
+
+It reads one JSON line on stdin (`args`, `requests_address`, `outputs_address`) and from then on watches stdin:
+when the API process is gone, however it went, the pipe ends and this process leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from flashspark.args import ServerArgs
+from flashspark.ipc import (
+    AbortRequest,
+    GenerateRequest,
+    Heartbeat,
+    SchedulerChannel,
+    SchedulerFailed,
+    Shutdown,
+    StateReply,
+    StateRequest,
+    ToScheduler,
+)
+
+from .build import build_scheduler
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+IDLE_WAIT_MS = 250
+
+
+class SchedulerService:
+    """Turns the scheduler's loop over the channel until it is told to shut down."""
+
+    def __init__(self, scheduler: Scheduler, channel: SchedulerChannel) -> None:
+        self._scheduler, self._channel = scheduler, channel
+        self._last_heartbeat = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Receive, step, report; waits for messages only when there is nothing to do."""
+        while not self._stopping:
+            for message in self._channel.receive_all(0 if self._scheduler.has_work else IDLE_WAIT_MS):
+                self._handle(message)
+            if self._scheduler.has_work:
+                self._scheduler.step()
+            self._report()
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case GenerateRequest():
+                self._scheduler.add(message)
+            case AbortRequest():
+                self._scheduler.abort(message.request_ids, message.message)
+            case StateRequest():
+                self._channel.send(StateReply(message.query_id, dict(self._scheduler.state())))
+            case Shutdown():
+                self._stopping = True
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat < HEARTBEAT_SECONDS:
+            return
+        self._last_heartbeat = now
+        state = self._scheduler.state()
+        self._channel.send(
+            Heartbeat(
+                num_steps=int(state["num_steps"]),
+                num_running_reqs=int(state["num_running_reqs"]),
+                num_queue_reqs=int(state["num_queue_reqs"]),
+                num_used_tokens=int(state["num_used_tokens"]),
+            )
+        )
+
+
+def _leave_with_the_api_process() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> int:
+    """Process entry; the exit code is 0 only after a `Shutdown`."""
+    # Ctrl-C and process-group signals are the API process's business: it drains, then tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = json.loads(sys.stdin.buffer.readline())
+    args = ServerArgs.from_dict(start["args"])
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        stream=sys.stderr,
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
+    threading.Thread(target=_leave_with_the_api_process, daemon=True).start()
+    channel = SchedulerChannel(start["requests_address"], start["outputs_address"])
+    try:
+        scheduler, ready = build_scheduler(args, channel.send)
+        channel.send(ready)
+        SchedulerService(scheduler, channel).run()
+        return 0
+    except Exception as error:  # whatever it is, the clients must hear it rather than hang
+        logger.error("%s", traceback.format_exc())
+        channel.send(SchedulerFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
