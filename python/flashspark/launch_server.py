@@ -23,12 +23,11 @@ import uvicorn
 from flashspark import envs
 from flashspark.api.admin import probe
 from flashspark.api.app import StartupGate, create_app
-from flashspark.api.context import ServerContext
+from flashspark.api.context import ServerContext, StartupError, load_tokenizer
 from flashspark.api.engine_client import EngineClient, EngineDead
 from flashspark.api.errors import RequestError
 from flashspark.args import ArgumentError, ServerArgs, configure_logging, parse_args
 from flashspark.ipc import ApiChannel
-from flashspark.text import ChatTemplateError, TextTokenizer, TokenizerLoadError
 
 logger = logging.getLogger("flashspark")
 T = TypeVar("T")
@@ -36,10 +35,6 @@ T = TypeVar("T")
 SCHEDULER_COMMAND = (sys.executable, "-m", "flashspark.scheduler.process")
 _LEAVE_SECONDS = 5.0  # what a scheduler gets to leave by itself, and open responses to be written
 _MAX_IPC_PATH = 90  # a socket's path may have 107 bytes
-
-
-class StartupError(Exception):
-    """The server cannot start; the message says why and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +71,7 @@ def run(args: ServerArgs, command: str, scheduler_command: Sequence[str] = SCHED
         folder = _socket_folder()
         server = _Server(args, command, listener, folder, scheduler_command)
         return _run_loop(server.run())
-    except (StartupError, ArgumentError, TokenizerLoadError, ChatTemplateError) as error:
+    except (StartupError, ArgumentError) as error:
         logger.error("%s", error)
         return 1
     finally:
@@ -174,7 +169,7 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal, number)
         if not Path(self._args.model_path).is_dir():
             raise StartupError(f"--model-path {self._args.model_path}: no such folder (shipped models: demo)")
-        tokenizer = TextTokenizer.load(self._args.tokenizer_path or "", self._args.chat_template)
+        tokenizer = load_tokenizer(self._args)
         addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "outputs")]
         channel = ApiChannel(*addresses)
         engine = EngineClient(channel)
@@ -185,7 +180,7 @@ class _Server:
             serving = asyncio.ensure_future(self._serve())
             try:
                 if await self._wait_ready(engine):
-                    self._open(tokenizer, engine)
+                    self._open(ServerContext(self._args, tokenizer, engine, self._command))
                     await serving
             finally:
                 self._http.should_exit = True
@@ -273,9 +268,9 @@ class _Server:
     async def _serve(self) -> None:
         await self._http.serve(sockets=[self._listener])
 
-    def _open(self, tokenizer: TextTokenizer, engine: EngineClient) -> None:
+    def _open(self, context: ServerContext) -> None:
         """From here on requests reach the routes."""
-        self._context = context = ServerContext(self._args, tokenizer, engine, self._command)
+        self._context = context
         self._gate.app = create_app(context)
         self._spawn(self._warm_up(context))
         self._spawn(self._drain_on_signal(context))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from flashspark import envs
 from flashspark.args import ArgumentError, ServerArgs
 from flashspark.ipc import SchedulerReady
-from flashspark.text import TextTokenizer
+from flashspark.text import ChatTemplateError, TextTokenizer, TokenizerLoadError
 
 from .engine_client import EngineClient
 from .errors import RequestError, unavailable
@@ -28,6 +28,18 @@ logger = logging.getLogger("flashspark.api")
 
 Status = Literal["starting", "ready", "draining", "failed"]
 _LOGGED_CHARS = 2048
+
+
+class StartupError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+def load_tokenizer(args: ServerArgs) -> TextTokenizer:
+    """The tokenizer that the flags name."""
+    try:
+        return TextTokenizer.load(args.tokenizer_path or args.model_path, args.chat_template)
+    except (TokenizerLoadError, ChatTemplateError) as error:
+        raise StartupError(str(error)) from error
 
 
 class ServerContext:

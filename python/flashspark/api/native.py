@@ -15,8 +15,8 @@ from .errors import RequestError, native_stream_error
 from .generation import Choice, Generation, Prompt, meta_info
 from .protocol import GenerateBody, NativeSampling
 from .sampling import (
-    check_token_ids,
-    encode,
+    check_prompt_ids,
+    encode_prompt,
     fit,
     native_lengths,
     request_ids,
@@ -89,9 +89,9 @@ async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Pro
     for i, (item, sampling) in enumerate(zip(inputs, samplings, strict=True)):
         item_name = f"{name}[{i}]" if is_batch else name
         if isinstance(item, str):
-            input_ids = await encode(context.tokenizer, item, item_name, context.limits)
+            input_ids = await encode_prompt(context.tokenizer, item, item_name, context.limits)
         else:
-            input_ids = check_token_ids(item, item_name, context.limits)
+            input_ids = check_prompt_ids(item, item_name, context.limits)
         lengths = native_lengths(sampling)
         input_ids, max_new_tokens = fit(input_ids, lengths, item_name, context.limits)
         params = sampling_params(

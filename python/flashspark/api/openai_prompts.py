@@ -12,7 +12,7 @@ from .context import ServerContext
 from .errors import RequestError
 from .generation import Prompt
 from .protocol import ChatBody, ChatMessage, CompletionBody
-from .sampling import check_token_ids, encode, fit, openai_lengths, request_ids, sampling_params
+from .sampling import check_prompt_ids, encode_prompt, fit, openai_lengths, request_ids, sampling_params
 
 
 async def completion_prompts(body: CompletionBody, context: ServerContext, call_id: str) -> list[Prompt]:
@@ -28,9 +28,9 @@ async def completion_prompts(body: CompletionBody, context: ServerContext, call_
     for i, item in enumerate(inputs):
         name = "prompt" if len(inputs) == 1 else f"prompt[{i}]"
         if isinstance(item, str):
-            input_ids = await encode(context.tokenizer, item, name, context.limits)
+            input_ids = await encode_prompt(context.tokenizer, item, name, context.limits)
         else:
-            input_ids = check_token_ids(item, name, context.limits)
+            input_ids = check_prompt_ids(item, name, context.limits)
         input_ids, max_new_tokens = fit(input_ids, lengths, name, context.limits)
         params = sampling_params(body, max_new_tokens, lengths, body.seed, context.limits)
         prompts.append(
@@ -64,7 +64,9 @@ async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> P
     """The one prompt of `/v1/chat/completions`."""
     kwargs = body.chat_template_kwargs or {}
     text = render_chat(body.messages, kwargs, context)
-    input_ids = await encode(context.tokenizer, text, "messages", context.limits, add_special_tokens=False)
+    input_ids = await encode_prompt(
+        context.tokenizer, text, "messages", context.limits, add_special_tokens=False
+    )
     if body.max_completion_tokens is not None:
         lengths = openai_lengths(body, body.max_completion_tokens, "max_completion_tokens")
     else:

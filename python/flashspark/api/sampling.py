@@ -48,23 +48,34 @@ class Lengths:
 
 def check_token_ids(ids: Any, name: str, limits: Limits) -> list[int]:
     """A non-empty list of ids within the vocabulary."""
-    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+    if not isinstance(ids, list):
         raise RequestError(f"{name}: must be a list of token ids (whole numbers)", param=name, schema=True)
     if not ids:
         raise RequestError(f"{name}: must not be empty", param=name)
-    for token_id in ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                f"{name}: token id {token_id} is outside the vocabulary (0 to {limits.vocab_size - 1})",
-                param=name,
-            )
+    if not all(type(item) is int for item in ids):
+        raise RequestError(f"{name}: must be a list of token ids (whole numbers)", param=name, schema=True)
+    if not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(item for item in ids if not 0 <= item < limits.vocab_size)
+        raise RequestError(
+            f"{name}: token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})", param=name
+        )
     return ids
 
 
+def check_prompt_ids(ids: Any, name: str, limits: Limits) -> list[int]:
+    """A prompt's ids. Of a prompt far beyond the context nothing but its length is looked at: it may have
+    millions of ids, and everyone else waits meanwhile."""
+    if isinstance(ids, list) and len(ids) >= limits.context_length:
+        if not limits.auto_truncate:
+            raise _prompt_too_long(len(ids), name, limits)
+        ids = ids[: limits.context_length]
+    return check_token_ids(ids, name, limits)
+
+
 async def encode(
-    tokenizer: TextTokenizer, text: str, name: str, limits: Limits, add_special_tokens: bool = True
+    tokenizer: TextTokenizer, text: str, name: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Ids of a prompt's text."""
+    """Ids of a text, not empty, of any length."""
     if not text:
         raise RequestError(f"{name}: must not be empty", param=name)
     if len(text) <= _INLINE_CHARS:
@@ -73,22 +84,33 @@ async def encode(
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
     if not ids:
         raise RequestError(f"{name}: has no tokens", param=name)
-    return check_token_ids(ids, name, limits)
+    return ids
+
+
+async def encode_prompt(
+    tokenizer: TextTokenizer, text: str, name: str, limits: Limits, add_special_tokens: bool = True
+) -> list[int]:
+    """Ids of a prompt's text, within the vocabulary of the model too."""
+    return check_prompt_ids(await encode(tokenizer, text, name, add_special_tokens), name, limits)
+
+
+def _prompt_too_long(num_tokens: int, name: str, limits: Limits) -> RequestError:
+    return RequestError(
+        f"{name}: the prompt has {num_tokens} tokens; the context of {limits.context_length} tokens "
+        "has to hold the prompt and at least one more",
+        param=name,
+        code="context_length_exceeded",
+    )
 
 
 def fit(ids: list[int], lengths: Lengths, prompt_name: str, limits: Limits) -> tuple[list[int], int]:
     """The prompt and its number of output tokens, refused or (with --allow-auto-truncate) shortened."""
     context, asked = limits.context_length, lengths.max_tokens
-    if limits.auto_truncate and len(ids) >= context:
-        ids = ids[: max(1, context - max(1, asked or 1))]
+    if limits.auto_truncate:
+        ids = ids[: min(context, limits.pool_tokens) - 1]
     num_prompt = len(ids)
     if num_prompt >= context:
-        raise RequestError(
-            f"{prompt_name}: the prompt has {num_prompt} tokens; the context of {context} tokens "
-            "has to hold the prompt and at least one more",
-            param=prompt_name,
-            code="context_length_exceeded",
-        )
+        raise _prompt_too_long(num_prompt, prompt_name, limits)
     if num_prompt >= limits.pool_tokens:
         raise RequestError(
             f"{prompt_name}: the prompt has {num_prompt} tokens; the KV pool of {limits.pool_tokens} tokens "

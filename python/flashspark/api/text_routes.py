@@ -24,14 +24,14 @@ async def tokenize(request: Request, context: ServerContext) -> Response:
     tokens: Any
     if body.messages is not None:
         text = render_chat(body.messages, body.chat_template_kwargs or {}, context)
-        tokens = await encode(context.tokenizer, text, "messages", limits, add_special_tokens=False)
+        tokens = await encode(context.tokenizer, text, "messages", add_special_tokens=False)
     elif isinstance(body.prompt, list):
         tokens = [
-            await encode(context.tokenizer, text, f"prompt[{i}]", limits, body.add_special_tokens)
+            await encode(context.tokenizer, text, f"prompt[{i}]", body.add_special_tokens)
             for i, text in enumerate(body.prompt)
         ]
     else:
-        tokens = await encode(context.tokenizer, body.prompt or "", "prompt", limits, body.add_special_tokens)
+        tokens = await encode(context.tokenizer, body.prompt or "", "prompt", body.add_special_tokens)
     several = isinstance(body.prompt, list)
     count = [len(ids) for ids in tokens] if several else len(tokens)
     return json_response({"tokens": tokens, "count": count, "max_model_len": limits.context_length})
