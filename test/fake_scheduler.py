@@ -176,6 +176,7 @@ def main() -> int:
     threading.Thread(target=leave_with_the_api_process, daemon=True).start()
     channel = SchedulerChannel(start["requests_address"], start["outputs_address"])
     args = ServerArgs.from_dict(start["args"])
+    time.sleep(float(os.environ.get("FAKE_LOAD_SECONDS", "0")))
     try:
         if args.load_format == "dummy":
             raise ValueError("told not to load")

@@ -229,6 +229,13 @@ class _Server:
         exited = asyncio.ensure_future(self._scheduler.wait())
         while not exited.done():
             await asyncio.wait({exited}, timeout=1.0)
+            if (
+                engine.failure is not None and not exited.done()
+            ):  # it said so itself: it leaves, or is made to
+                await asyncio.wait({exited}, timeout=_LEAVE_SECONDS)
+                if not exited.done():
+                    self._scheduler.kill()
+                continue
             age_s = engine.heartbeat_age_s
             if self._context is not None and age_s > self._args.watchdog_timeout and not exited.done():
                 reason = f"the scheduler has been silent for {age_s:.0f} s (--watchdog-timeout)"
@@ -243,7 +250,7 @@ class _Server:
 
     def _fail(self, engine: EngineClient, reason: str) -> None:
         engine.fail(reason)  # keeps the first reason: what the scheduler itself said
-        if self._exit_code == 0:
+        if self._exit_code == 0 and self._context is not None:  # before, it is a failure to start
             logger.error("the engine failed: %s", engine.failure)
         self._exit_code = 1
         if self._context is not None:
@@ -312,8 +319,9 @@ class _Server:
         self._stopping = True
         process = self._scheduler
         if process is not None and process.returncode is None:
-            with contextlib.suppress(EngineDead):
-                await engine.shut_down()
+            if self._context is None:  # still loading: it would not listen, and has nothing to lose
+                process.kill()
+            engine.shut_down()
             try:
                 await asyncio.wait_for(process.wait(), _LEAVE_SECONDS)
             except (TimeoutError, asyncio.TimeoutError):

@@ -44,7 +44,7 @@ async def probe(context: ServerContext) -> None:
     prompt = Prompt(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))
     generation = Generation([prompt], context.tokenizer, "static" if context.args.speculative else "off")
     try:
-        await generation.start(context.engine)
+        generation.start(context.engine)
         await asyncio.wait_for(generation.run(), context.health_timeout_s)
     finally:
         generation.close()
@@ -121,6 +121,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     internal = {
         **flags,
         **ready.info,
+        "context_length": ready.context_length,
         "effective_max_running_requests_per_dp": ready.max_running_requests,
         "memory_usage": {"token_capacity": ready.max_total_num_tokens},
         "world_size": 1,

@@ -109,11 +109,11 @@ class ServerContext:
         if self.status == "failed":
             raise unavailable(f"the engine is down: {self.engine.failure}", retry_after_s=5)
 
-    async def start(self, generation: Generation, client_id: str | None = None) -> None:
+    def start(self, generation: Generation, client_id: str | None = None) -> None:
         """Submits a call's requests unless the queue is full."""
         self.check_serving()
         self._check_queue(len(generation.choices))
-        await generation.start(self.engine)
+        generation.start(self.engine)
         if self.args.log_requests:
             self._log(generation, client_id)
 

@@ -85,7 +85,9 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._query_ids = itertools.count()
         self._ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # A send waits while no scheduler is connected, so nobody but one task sends.
+        self._outbox: asyncio.Queue[ToScheduler] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
         self._last_progress_s = time.monotonic()
         self.heartbeat = Heartbeat(0, 0, 0, 0)
         self.failure: str | None = None
@@ -93,13 +95,15 @@ class EngineClient:
         self.num_finished = 0
 
     def start(self) -> None:
-        """Begins receiving."""
-        self._keep(self._receive_forever())
+        """Begins sending and receiving."""
+        for work in (self._send_forever(), self._receive_forever()):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
 
-    def _keep(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(f"the messages of the scheduler cannot be read: {error!r}")
 
     async def wait_ready(self) -> SchedulerReady:
         """The limits of the engine; raises `EngineDead` if it failed to start."""
@@ -124,7 +128,7 @@ class EngineClient:
         """Ids of requests whose call still waits for them."""
         return [request_id for request_id, call in self._calls.items() if call is not None]
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> EngineCall:
+    def submit(self, requests: Sequence[GenerateRequest]) -> EngineCall:
         """Queues all requests of one call. Ids must be new."""
         if self.failure is not None:
             raise EngineDead(self.failure)
@@ -138,7 +142,7 @@ class EngineClient:
         self._calls.update(dict.fromkeys(ids, call))
         self.num_submitted += len(ids)
         for request in requests:
-            await self._channel.send(request)
+            self._outbox.put_nowait(request)
         return call
 
     def abort(self, request_ids: Iterable[str], message: str, status: int | None = None) -> None:
@@ -149,7 +153,7 @@ class EngineClient:
             if call is not None and status is not None:
                 call.abort_status = status
         if known:
-            self._send_soon(AbortRequest(known, message))
+            self._outbox.put_nowait(AbortRequest(known, message))
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Ends requests that nobody waits for any more."""
@@ -157,7 +161,7 @@ class EngineClient:
         for request_id in known:
             self._calls[request_id] = None
         if known and self.failure is None:
-            self._send_soon(AbortRequest(known, "the client went away"))
+            self._outbox.put_nowait(AbortRequest(known, "the client went away"))
 
     async def state(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """Counters and live values of the scheduler; raises `TimeoutError` when it does not answer."""
@@ -167,14 +171,14 @@ class EngineClient:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = future
         try:
-            await self._channel.send(StateRequest(query_id))
+            self._outbox.put_nowait(StateRequest(query_id))
             return await asyncio.wait_for(future, timeout_s)
         finally:
             del self._queries[query_id]
 
-    async def shut_down(self) -> None:
+    def shut_down(self) -> None:
         """Asks the scheduler to leave."""
-        await self._channel.send(Shutdown())
+        self._outbox.put_nowait(Shutdown())
 
     def fail(self, reason: str) -> None:
         """The scheduler is gone: everyone who waits is told the reason. Only the first reason counts."""
@@ -198,8 +202,9 @@ class EngineClient:
             task.cancel()
         self._channel.close()
 
-    def _send_soon(self, message: ToScheduler) -> None:
-        self._keep(self._channel.send(message))
+    async def _send_forever(self) -> None:
+        while True:
+            await self._channel.send(await self._outbox.get())
 
     async def _receive_forever(self) -> None:
         while True:

@@ -40,7 +40,13 @@ class Choice:
     """One answer while it grows. `text[:num_released]` may be shown: no stop string can reach it any more."""
 
     def __init__(
-        self, index: int, prompt_index: int, request_id: str, prompt: Prompt, tok: TextTokenizer
+        self,
+        index: int,
+        prompt_index: int,
+        request_id: str,
+        prompt: Prompt,
+        tokenizer: TextTokenizer,
+        speculation: SpeculationMode,
     ) -> None:
         self.index = index
         self.prompt_index = prompt_index
@@ -50,10 +56,11 @@ class Choice:
         self.text = ""
         self.num_released = 0
         self.finish: FinishReason | None = None
-        self.speculative = SpeculativeStats()
+        self.speculation = speculation
+        self.speculative = SpeculativeStats()  # stays empty without speculation
         self.num_cached_tokens = 0
         self.num_retractions = 0
-        self._detokenizer = tok.detokenizer(prompt.sampling.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(prompt.sampling.skip_special_tokens)
         self._matcher = StopMatcher(prompt.sampling.stop)
         self._num_text_taken = 0
         self._num_ids_taken = 0
@@ -83,7 +90,8 @@ class Choice:
     def apply(self, output: RequestOutput) -> None:
         """Appends what the scheduler sent."""
         self.token_ids += output.token_ids
-        self.speculative = output.speculative
+        if self.speculation != "off":
+            self.speculative = output.speculative
         self.num_cached_tokens = output.num_cached_tokens
         self.num_retractions = output.num_retractions
         self.finish = output.finish
@@ -125,7 +133,8 @@ class Generation:
         for prompt_index, prompt in enumerate(self.prompts):
             for j in range(prompt.n):
                 request_id = prompt.request_id if prompt.n == 1 else f"{prompt.request_id}_{j}"
-                self.choices.append(Choice(len(self.choices), prompt_index, request_id, prompt, tokenizer))
+                choice = Choice(len(self.choices), prompt_index, request_id, prompt, tokenizer, speculation)
+                self.choices.append(choice)
         if len(self.choices) > MAX_REQUESTS_PER_CALL:
             raise RequestError(
                 f"n: {len(self.choices)} answers in one call, the limit is {MAX_REQUESTS_PER_CALL}", param="n"
@@ -134,7 +143,7 @@ class Generation:
         self._call: EngineCall | None = None
         self._empty: list[Choice] = []
 
-    async def start(self, engine: EngineClient) -> None:
+    def start(self, engine: EngineClient) -> None:
         """Submits everything. An answer of no tokens needs no engine and is finished at once."""
         requests = []
         for choice in self.choices:
@@ -152,7 +161,7 @@ class Generation:
                 )
             )
         try:
-            self._call = await engine.submit(requests)
+            self._call = engine.submit(requests)
         except DuplicateRequest as error:
             raise RequestError(f"rid: {str(error)!r} is in use by a request in flight", param="rid") from None
         except EngineDead as error:

@@ -33,7 +33,7 @@ async def generate(request: Request, context: ServerContext) -> Response:
     prompts, is_batch = await _prompts(body, context)
     mode = speculation_mode(body.speculation, context.args.speculative)
     generation = Generation(prompts, context.tokenizer, mode)
-    await context.start(generation, request.headers.get("x-request-id"))
+    context.start(generation, request.headers.get("x-request-id"))
     answers = _Answers(body, context, generation, is_batch)
     if body.stream:
         return await stream(request, generation, answers)

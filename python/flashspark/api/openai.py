@@ -50,7 +50,7 @@ def _call_id(body: OpenAIFields, generated: str) -> str:
 async def _answer(request: Request, context: ServerContext, answer: _OpenAIAnswer) -> Response:
     if answer.body.stream_options is not None and not answer.body.stream:
         raise RequestError("stream_options: only with stream: true", param="stream_options")
-    await context.start(answer.generation, request.headers.get("x-request-id"))
+    context.start(answer.generation, request.headers.get("x-request-id"))
     if answer.body.stream:
         return await stream(request, answer.generation, answer)
     await complete(request, answer.generation)
