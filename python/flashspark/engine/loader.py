@@ -68,13 +68,12 @@ def load_target(
             name == "lm_head.weight" and config.tie_word_embeddings
         )
 
-    load_weights(
-        folder,
-        parameters,
-        rename=lambda name: name.removeprefix("model."),
-        skip=skip,
-        on_progress=on_progress,
-    )
+    def rename(name: str) -> str:
+        return name.removeprefix("model.")
+
+    dtypes = load_weights(folder, parameters, rename=rename, skip=skip, on_progress=on_progress)
+    if _holds_half(dtypes, dtype):
+        model.hold_half()
     return model
 
 
@@ -121,5 +120,12 @@ def load_draft(
     def skip(name: str) -> bool:
         return name in _SHARED or "rotary_emb" in name
 
-    load_weights(folder, parameters, rename=rename, skip=skip, on_progress=on_progress)
+    dtypes = load_weights(folder, parameters, rename=rename, skip=skip, on_progress=on_progress)
+    if _holds_half(dtypes, dtype):
+        model.hold_half()
     return model
+
+
+def _holds_half(in_file: set[torch.dtype], dtype: torch.dtype) -> bool:
+    """Computing in float32 what the file has in half precision: only then can weights be held so for nothing."""
+    return dtype == torch.float32 and in_file <= {torch.bfloat16, torch.float16}

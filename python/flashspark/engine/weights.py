@@ -38,8 +38,8 @@ def load_weights(
     rename: Callable[[str], str] = lambda name: name,
     skip: Callable[[str], bool] = lambda name: False,
     on_progress: Progress | None = None,
-) -> None:
-    """Fills `parameters` from the safetensors files in `folder`.
+) -> set[torch.dtype]:
+    """Fills `parameters` from the safetensors files in `folder`; returns the dtypes that were in them.
 
     `rename` maps a file's tensor name to ours, `skip` says which of our names are of no use. At any moment one
     tensor is held besides the model. ModelFormatError names every tensor that is missing, unexpected or of
@@ -48,6 +48,7 @@ def load_weights(
     located = _locate(folder, rename, skip)
     _check(folder, parameters, located)
     done = 0
+    dtypes: set[torch.dtype] = set()
     for file in sorted({file for file, _, _ in located.values()}):
         with _open(file) as tensors:
             for name, (of_file, original, _) in located.items():
@@ -58,9 +59,11 @@ def load_weights(
                     raise ModelFormatError(f"{file}: {original} is {tensor.dtype}; expected floating point")
                 for view in parameters[name].views:
                     view.copy_(tensor)
+                dtypes.add(tensor.dtype)
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(located))
+    return dtypes
 
 
 def random_weights(parameters: dict[str, Parameter], seed: int, on_progress: Progress | None = None) -> None:

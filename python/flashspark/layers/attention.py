@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flashspark.kernels.silu_mul import silu_mul
-from flashspark.layers.linear import ColumnLinear, RowLinear
+from flashspark.layers.linear import ColumnLinear, Linear, RowLinear
 from flashspark.layers.norm import HeadNorms
 from flashspark.layers.parameters import NamedParameters
 from flashspark.layers.rotary import RopeTables
@@ -55,6 +56,9 @@ class AttentionProjections:
         qk = rope.turn(self.norms(heads[..., :num_qk, :]))
         return qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], heads[..., num_qk:, :]
 
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.output)
+
     def parameters(self) -> NamedParameters:
         yield from self.qkv.parameters()
         yield from self.output.parameters()
@@ -75,6 +79,9 @@ class MLP:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)` in a new tensor."""
         return self.down.add_to(residual, silu_mul(self.gate_up(x)))
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)
 
     def parameters(self) -> NamedParameters:
         yield from self.gate_up.parameters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashspark.kernels.half_linear import PackedWeight, half_linear, pack_half
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 
@@ -29,17 +30,29 @@ class Linear:
         self.parts = parts
         self.out_features = sum(parts.values())
         # Stored [in, out]: the product with one row is up to three times faster so on a CPU.
-        self.weight = torch.empty(in_features, self.out_features, dtype=dtype, device=device)
+        self.weight: Tensor | None = torch.empty(in_features, self.out_features, dtype=dtype, device=device)
         self.bias = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
+        self._packed: PackedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [..., in] -> [..., out]."""
+        if self.weight is None:
+            y = half_linear(x, self._packed)
+            return y if self.bias is None else y.add_(self.bias)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = torch.mm(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
+    def hold_half(self) -> None:
+        """Holds the loaded weight in half precision where `kernels.half_linear` can; no view of it is valid after."""
+        if self.weight is not None:
+            self._packed = pack_half(self.weight.t())
+            if self._packed is not None:
+                self.weight = None
+
     def parameters(self) -> NamedParameters:
         """`<part>.weight` [out, in], and `<part>.bias` [out] where there is one."""
+        assert self.weight is not None, "weights are loaded before they are packed"
         start = 0
         for name, size in self.parts.items():
             view = self.weight[:, start : start + size].t()
@@ -59,6 +72,8 @@ class RowLinear(Linear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)` in a new tensor: `residual` [..., out], `x` [..., in] or cut into heads."""
         flat = x.reshape(-1, self.in_features)
+        if self.weight is None:
+            return self(flat).view(residual.shape).add_(residual)
         into = residual.reshape(-1, self.out_features)
         if self.bias is not None:
             into = into + self.bias

@@ -168,6 +168,14 @@ class DFlashDraft:
             logits = (logits / cap).tanh_().mul_(cap)
         return logits
 
+    def hold_half(self) -> None:
+        """After loading a checkpoint in half precision: hold the weights as it does (`kernels.half_linear`)."""
+        for linear in (self.fc, self.context.linear):
+            linear.hold_half()
+        for layer in self.layers:
+            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
+                linear.hold_half()
+
     def parameters(self) -> NamedParameters:
         """Every tensor of the checkpoint; k and v of the layers occur twice, for block rows and for context."""
         yield from self.fc.parameters()

@@ -115,6 +115,13 @@ class Qwen3:
         """`hidden` [..., H] final-normed (of this model or of its draft) -> [..., V] float32."""
         return self.tables.logits(hidden)
 
+    def hold_half(self) -> None:
+        """After loading a checkpoint in half precision: hold the weights as it does (`kernels.half_linear`)."""
+        self.tables.hold_half()
+        for layer in self.layers:
+            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
+                linear.hold_half()
+
     def parameters(self) -> NamedParameters:
         """Every tensor of the checkpoint, named without the `model.` prefix."""
         yield from self.tables.parameters("embed_tokens.weight", "lm_head.weight")
