@@ -105,6 +105,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _socket_folder() -> str:
     """A private folder for the sockets between the processes."""
     folder = tempfile.mkdtemp(prefix="flashspark-")
@@ -293,7 +298,8 @@ class _Server:
         context.startup_seconds = time.monotonic() - self._started_s
         if context.status == "starting":
             context.status = "ready"
-            logger.info("The server is fired up and ready to roll!")
+            logger.info("Listening on %s", _url(self._listener))
+            logger.info("The server is fired up and ready to roll!")  # what scripts wait for
 
     async def _drain_on_signal(self, context: ServerContext) -> None:
         """Lets running requests finish until the deadline, then ends them with a reason."""

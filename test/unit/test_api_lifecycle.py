@@ -23,10 +23,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _own_temporary_folder(tmp_path, monkeypatch):
-    """Socket folders of these servers can be counted."""
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def socket_root(monkeypatch):
+    """Where these servers make their socket folders: a short path, since sockets have a limit."""
+    with tempfile.TemporaryDirectory(prefix="fs-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def slow(step_ms: int, num_tokens: int, stream: bool, path: str = "/generate") -> dict:
@@ -68,9 +69,9 @@ def last_frame(response) -> dict:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_drain(folder, tmp_path, number):
+def test_signals_drain(folder, socket_root, number):
     with FakeServer(folder) as server:
-        assert list(tmp_path.glob("flashspark-*"))
+        assert list(socket_root.glob("flashspark-*"))
         whole = Background(server, "/generate", slow(20, 40, False))
         streamed = Background(server, "/v1/completions", slow(20, 40, True, "/v1/completions"))
         server.signal(number)
@@ -84,7 +85,7 @@ def test_signals_drain(folder, tmp_path, number):
         assert whole.wait().json()["meta_info"]["completion_tokens"] == 40
         assert last_frame(streamed.wait())["choices"][0]["finish_reason"] == "length"
         assert server.wait_exit() == 0
-        assert not list(tmp_path.glob("flashspark-*"))
+        assert not list(socket_root.glob("flashspark-*"))
 
 
 def test_a_draining_server_ends_what_takes_too_long(folder):
@@ -109,7 +110,7 @@ def test_a_draining_server_ends_what_takes_too_long(folder):
             assert error["code"] == 503
 
 
-def test_a_second_signal_leaves_at_once(folder, tmp_path):
+def test_a_second_signal_leaves_at_once(folder, socket_root):
     with FakeServer(folder) as server:
         scheduler = scheduler_of(server)
         with server.client.stream("POST", "/generate", json=slow(100, 200, True)) as response:
@@ -121,7 +122,7 @@ def test_a_second_signal_leaves_at_once(folder, tmp_path):
             server.signal()
             assert server.wait_exit(3) == 128 + signal.SIGTERM
         scheduler.wait(5)
-        assert not list(tmp_path.glob("flashspark-*"))
+        assert not list(socket_root.glob("flashspark-*"))
 
 
 @pytest.mark.parametrize(

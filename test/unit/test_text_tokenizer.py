@@ -59,7 +59,7 @@ def push_in_pieces(tokenizer: TextTokenizer, ids: list[int], sizes: list[int], s
 
 
 @pytest.mark.parametrize("name", ["byte_tokenizer", "merged_tokenizer"])
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_any_ids_in_any_pieces_decode_as_a_whole(name, data, byte_tokenizer, merged_tokenizer):
     tokenizer = {"byte_tokenizer": byte_tokenizer, "merged_tokenizer": merged_tokenizer}[name]
@@ -70,7 +70,7 @@ def test_any_ids_in_any_pieces_decode_as_a_whole(name, data, byte_tokenizer, mer
     assert "".join(push_in_pieces(tokenizer, ids, sizes, skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_no_valid_text_ever_shows_half_a_character(data, byte_tokenizer, merged_tokenizer):
     text = data.draw(st.text(max_size=40).filter(lambda text: "�" not in text))
