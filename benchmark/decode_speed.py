@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
-from loop_rule import tokens_before_loop  # noqa: E402
+from demo_pair.decode import loop_end  # noqa: E402
 
 ARMS = {
     "plain": [],
@@ -82,7 +82,7 @@ def measure(port: int, input_ids: list[int], max_new_tokens: int) -> tuple[float
         if line.startswith(b"data: {"):
             last = json.loads(line[6:])
             frames.append((time.perf_counter(), len(last["output_ids"])))
-    counted = tokens_before_loop(last["output_ids"])
+    counted = loop_end(last["output_ids"]) or len(last["output_ids"])
     inside = [frame for frame in frames if frame[1] <= counted] or frames[:1]
     (start, first), (end, final) = inside[0], inside[-1]
     speed = (final - first) / (end - start) if end > start else float("nan")
@@ -108,7 +108,7 @@ def main() -> None:
         for round_index in range(options.rounds + 1):  # round 0 warms up
             for prompt in prompts:
                 for arm, port in ports.items():
-                    speed, tokens, _ = measure(port, prompt["input_ids"], options.max_new_tokens)
+                    speed, tokens, _ = measure(port, prompt["token_ids"], options.max_new_tokens)
                     if round_index:
                         speeds[arm][prompt["id"]].append(speed)
                     counted[prompt["id"]] = tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,14 +49,15 @@ def load_target(
     *,
     load_format: str = "safetensors",
     seed: int = 0,
+    overrides: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Qwen3:
     """The target in folder `path`. `load_format` dummy takes random weights from `seed` and reads only config.json.
 
-    ModelFormatError names what is wrong with the folder.
+    `overrides` replace keys of config.json. ModelFormatError names what is wrong with the folder.
     """
     folder = Path(path)
-    config = TargetConfig.load(folder)
+    config = TargetConfig.load(folder, overrides)
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, config.torch_dtype, device)
     model = target_class(config)(config, dtype=dtype, device=device)

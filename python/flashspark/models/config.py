@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,13 @@ class TargetConfig:
     rope: RopeConfig
 
     @classmethod
-    def load(cls, folder: Path) -> TargetConfig:
-        """Reads `folder`/config.json; ModelFormatError where it is broken or asks for what is not implemented."""
+    def load(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> TargetConfig:
+        """Reads `folder`/config.json, keys of `overrides` replaced.
+
+        ModelFormatError where it is broken or asks for what is not implemented.
+        """
         path, values = read_config(folder)
+        values |= overrides or {}
         name = architecture(path, values)
         if name in DRAFT_FAMILIES:
             raise ModelFormatError(

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 
-from flashspark.args import ServerArgs
+from flashspark.args import ServerArgs, configure_logging
 from flashspark.ipc import (
     AbortRequest,
     GenerateRequest,
@@ -82,7 +82,9 @@ class SchedulerService:
 
 
 def _leave_with_the_api_process() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: a thread that blocks in its lock aborts the interpreter at a clean exit.
+    while os.read(sys.stdin.fileno(), 65536):
+        pass
     os._exit(0)
 
 
@@ -93,12 +95,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs.from_dict(start["args"])
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        stream=sys.stderr,
-        format="[%(asctime)s] %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+    configure_logging(args.log_level)
     threading.Thread(target=_leave_with_the_api_process, daemon=True).start()
     channel = SchedulerChannel(start["requests_address"], start["outputs_address"])
     try:

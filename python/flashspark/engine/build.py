@@ -1,0 +1,173 @@
+"""From options to a model runner: device, weights, and pools of the right size."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashspark.attention.kv_pool import KVPool
+from flashspark.attention.registry import make_backend
+from flashspark.models.dflash import DFlashDraft
+from flashspark.models.qwen3 import Qwen3
+
+from .capacity import KVCapacity, available_memory_bytes, decide_capacity
+from .loader import load_draft, load_target
+from .model_runner import ModelRunner
+from .request_rows import RequestRows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine needs to know of the flags; names as there. None: decided here."""
+
+    model_path: str
+    draft_path: str | None
+    max_running_requests: int
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    draft_load_format: str = "auto"
+    model_overrides: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json
+    block_size: int | None = None
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    page_size: int = 16
+    attention_backend: str = "auto"
+    torch_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A runner that is ready to serve, and the limits it was built with."""
+
+    runner: ModelRunner
+    capacity: KVCapacity
+    context_length: int
+
+
+def build_engine(options: EngineOptions) -> Engine:
+    """Loads the models and allocates the pools.
+
+    Raises:
+        ValueError (ModelFormatError among them): a folder, draft or limit that cannot be served; the message names
+            the remedy.
+    """
+    device = _device(options.device)
+    # One core stays free for the API process: a decode step never waits for it, but its clients do.
+    torch.set_num_threads(options.torch_threads or max(1, (os.cpu_count() or 1) - 1))
+    target = _load_target(options, device)
+    draft = _load_draft(options, target)
+    context_length = _context_length(options, target)
+    capacity = _capacity(options, target, draft, context_length)
+    max_pages_per_req = -(-context_length // options.page_size)
+    request_rows = RequestRows(options.max_running_requests, max_pages_per_req, options.page_size, device)
+    backend = make_backend(
+        "torch_native" if options.attention_backend == "auto" else options.attention_backend
+    )
+    runner = ModelRunner(target, draft, request_rows, capacity.num_slots, backend, backend)
+    return Engine(runner, capacity, context_length)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
+        )
+    if name == "auto":
+        name = "cpu"  # the GPU path does not exist yet
+    return torch.device(name)
+
+
+def _load_target(options: EngineOptions, device: torch.device) -> Qwen3:
+    progress = _Progress("target")
+    target = load_target(
+        options.model_path,
+        options.dtype,
+        device,
+        load_format=options.load_format,
+        overrides=options.model_overrides,
+        on_progress=progress,
+    )
+    progress.finish(options.model_path)
+    return target
+
+
+def _load_draft(options: EngineOptions, target: Qwen3) -> DFlashDraft | None:
+    if options.draft_path is None:
+        return None
+    progress = _Progress("draft")
+    draft = load_draft(
+        options.draft_path,
+        target,
+        block_size=options.block_size,
+        load_format=options.draft_load_format,
+        on_progress=progress,
+    )
+    progress.finish(options.draft_path)
+    return draft
+
+
+class _Progress:
+    """A line per load while it lasts: at most one a second."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._started, self._shown = what, time.monotonic(), time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._shown >= 1.0:
+            self._shown = time.monotonic()
+            logger.info("loading the %s: %d of %d tensors", self._what, done, total)
+
+    def finish(self, path: str) -> None:
+        """The last line."""
+        logger.info("loaded the %s from %s in %.1f s", self._what, path, time.monotonic() - self._started)
+
+
+def _context_length(options: EngineOptions, target: Qwen3) -> int:
+    trained = target.config.max_position_embeddings
+    if options.context_length is None:
+        return trained
+    if options.context_length > trained:
+        raise ValueError(
+            f"--context-length {options.context_length}: the model's config allows {trained} positions; "
+            "lower the flag, or give the model rope scaling through --json-model-override-args"
+        )
+    return options.context_length
+
+
+def _capacity(
+    options: EngineOptions, target: Qwen3, draft: DFlashDraft | None, context_length: int
+) -> KVCapacity:
+    bytes_per_token = _kv_bytes_per_token(target) + (_kv_bytes_per_token(draft) if draft else 0)
+    capacity = decide_capacity(
+        options.max_total_tokens,
+        context_length,
+        options.max_running_requests,
+        options.page_size,
+        bytes_per_token,
+        available_memory_bytes(),
+    )
+    logger.info(
+        "KV pool: %d tokens (%s), %.2f GiB; context length %d; at most %d running requests",
+        capacity.num_tokens,
+        capacity.reason,
+        capacity.num_slots * bytes_per_token / 2**30,
+        context_length,
+        options.max_running_requests,
+    )
+    return capacity
+
+
+def _kv_bytes_per_token(model: Qwen3 | DFlashDraft) -> int:
+    config = model.config
+    return KVPool.bytes_per_slot(
+        config.num_hidden_layers, config.num_key_value_heads, config.head_dim, model.dtype
+    )
