@@ -80,7 +80,7 @@ class Harness:
         while waiting or self.scheduler.has_work:
             for request_id, job in list(waiting.items()):
                 if job.arrive <= step:
-                    self.scheduler.add(_message(request_id, waiting.pop(request_id)))
+                    self.scheduler.add(to_message(request_id, waiting.pop(request_id)))
             self.scheduler.abort(
                 [i for i, job in zip(ids, jobs, strict=True) if job.abort == step], "aborted by the test"
             )
@@ -124,7 +124,8 @@ class ScriptedDrafter:
         return DraftBlock(tokens, tokens[..., None], torch.ones(*tokens.shape, 1))
 
 
-def _message(request_id: str, job: Job) -> GenerateRequest:
+def to_message(request_id: str, job: Job) -> GenerateRequest:
+    """The job as the API would send it."""
     sampling = SamplingParams(
         max_new_tokens=job.max_new_tokens, **({"temperature": 0.0, "ignore_eos": True} | job.sampling)
     )

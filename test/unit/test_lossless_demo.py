@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def prompts() -> list[list[int]]:
     tokenizer = TextTokenizer.load(DEMO_MODELS["demo"])
     texts = [tokenizer.encode(text) for text in PROSE + EMPTY_ISH]
     code = [prompt["token_ids"] for prompt in held_out[:32]]
-    long = [sum((p["token_ids"] for p in held_out[i : i + 12]), [])[:700] for i in range(32, 40)]
+    long = [list(chain(*(p["token_ids"] for p in held_out[i : i + 12])))[:700] for i in range(32, 40)]
     assert min(map(len, long)) > 400
     together = texts + code + long
     assert len(together) == 64

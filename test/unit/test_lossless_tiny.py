@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import Harness, Job, count_excused
+from flashspark.ipc import RequestOutput
+from harness import Harness, Job, count_excused, to_message
 from tiny_models import write_dflash, write_dflash2, write_target
 
 WIDTH = 6
@@ -168,3 +169,29 @@ def test_requests_that_cannot_run_are_answered(folders):
     assert (nothing.finish.type, nothing.tokens) == ("length", [])
     exact = harness.run([Job([5] * 50, 15)])[0]  # 64 positions: the whole pool
     assert len(exact.tokens) == 15
+
+
+def test_stop_strings_wait_for_min_new_tokens(folders, plain):
+    """Scheduler and API agree on where a stop string may begin to count."""
+    from flashspark.api.generation import Choice, Prompt
+    from flashspark.text import TextTokenizer
+
+    prompt, tokenizer = prompts(12)[5], TextTokenizer.load(folders["target"])
+    harness = Harness(folders["target"], folders["dflash2"])
+    text = tokenizer.decode(plain[1][5], skip_special_tokens=False)
+    early = text[1]  # completes at the second token or so
+    for minimum in (0, 3, 10, 25):
+        sampling = {"stop": (early,), "min_new_tokens": minimum, "skip_special_tokens": False}
+        result = harness.run([Job(prompt, 40, sampling=sampling)])[0]
+        message = to_message("r", Job(prompt, 40, sampling=sampling)).sampling
+        choice = Choice(0, 0, "r", Prompt("r", list(prompt), message), tokenizer, "static")
+        for i, token in enumerate(result.tokens):
+            last = i == len(result.tokens) - 1
+            choice.apply(RequestOutput("r", [token], result.finish if last else None))
+        decoded = tokenizer.decode(result.tokens, skip_special_tokens=False)
+        if result.finish.type == "stop":
+            assert len(result.tokens) >= max(minimum, 1)
+            assert choice.visible_text + early == decoded[: len(choice.visible_text) + 1]
+            assert early not in decoded[len(choice.visible_text) + 1 :]
+        else:
+            assert choice.visible_text == decoded

@@ -65,3 +65,15 @@ def test_no_stops_and_empty_stops():
     assert matcher.releasable("abc") == 3
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+@given(skipped=st.text(alphabet="ab", max_size=6), pieces=PIECES, stops=STOPS)
+def test_nothing_reaches_back_into_skipped_text(skipped, pieces, stops):
+    matcher = StopMatcher(stops)
+    matcher.push("x")
+    matcher.skip(skipped)
+    for piece in pieces:
+        matcher.push(piece)
+    expected = reference("".join(pieces), stops)
+    shift = 1 + len(skipped)
+    assert matcher.match == (expected and StopMatch(expected.stop, expected.start + shift))

@@ -89,6 +89,8 @@ class Choice:
 
     def apply(self, output: RequestOutput) -> None:
         """Appends what the scheduler sent."""
+        # As in the scheduler: no stop string counts before the last token that `min_new_tokens` asks for.
+        num_exempt = max(0, self.prompt.sampling.min_new_tokens - 1 - len(self.token_ids))
         self.token_ids += output.token_ids
         if self.speculation != "off":
             self.speculative = output.speculative
@@ -98,7 +100,10 @@ class Choice:
         ids = output.token_ids
         if self._ends_with_stop_token(output) and not self.prompt.no_stop_trim:
             ids = ids[:-1]
-        delta = self._detokenizer.push(ids)
+        exempt = self._detokenizer.push(ids[:num_exempt])
+        self.text += exempt
+        self._matcher.skip(exempt)
+        delta = self._detokenizer.push(ids[num_exempt:])
         if self.finish is not None:
             delta += self._detokenizer.flush()
         self.text += delta

@@ -58,6 +58,11 @@ class StopMatcher:
         self._tail = window[len(window) - keep :]
         return None
 
+    def skip(self, text: str) -> None:
+        """Appends text in which nothing is looked for, and into which no match may reach back."""
+        self._tail_start += len(self._tail) + len(text)
+        self._tail = ""
+
     def releasable(self, text: str) -> int:
         """How many leading characters of `text` no stop string can reach any more.
 
