@@ -15,6 +15,7 @@ Bits per byte are measured on held-out files of the running interpreter's standa
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -138,6 +139,12 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def digests(demo: Path) -> dict[str, str]:
+    """SHA-256 of the weights that were measured."""
+    files = {name: demo / name / "model.safetensors" for name in ("target", "dflash2")}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -175,6 +182,7 @@ def main() -> None:
     num_drafted = draft.shape.block_size - 1
     begin = time.monotonic()
     results: dict[str, Any] = {"command": " ".join(sys.argv), **describe_machine(device), "max_new": max_new}
+    results["sha256"] = digests(args.demo)
     results["bits_per_byte"] = measure_bits(args, target, device)
     print(json.dumps(results["bits_per_byte"]), flush=True)
     runs = [("temperature_0", 0.0, [0], True), ("temperature_1", 1.0, list(range(args.seeds)), True)]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from demo_pair import decode, settings, train_draft  # noqa: E402
+from demo_pair import checkpoint, decode, settings, train_draft  # noqa: E402
 from demo_pair.corpus import Deduplicator, Document, clean  # noqa: E402
 from demo_pair.draft_model import Backbone, DFlash2  # noqa: E402
 from demo_pair.generate import LockStepSampler  # noqa: E402
@@ -21,6 +22,7 @@ from demo_pair.mining import functions_of, mine_chats, mine_prompts  # noqa: E40
 from demo_pair.sources import permitted_text  # noqa: E402
 from demo_pair.target_model import Target  # noqa: E402
 
+CPU = torch.device("cpu")
 DEMO = ROOT / "python" / "flashspark" / "demo"
 SHIPPED = pytest.mark.skipif(not (DEMO / "dflash2" / "model.safetensors").exists(), reason="no weights yet")
 
@@ -224,3 +226,54 @@ def test_prompts_are_fixed_and_sane() -> None:
         assert tokenizer.encode(prompt["text"]).ids == prompt["token_ids"]
         name, _, path_and_function = prompt["source"].partition("/")
         assert Document(name, path_and_function.rpartition(":")[0], "").split == "heldout"
+
+
+@SHIPPED
+def test_shipped_files_have_the_documented_names_shapes_and_sizes() -> None:
+    files = [path for path in DEMO.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert max(path.stat().st_size for path in files) <= 16 * 2**20
+    assert sum(path.stat().st_size for path in files) <= 32 * 2**20
+    target = json.loads((DEMO / "target" / "config.json").read_text())
+    assert target["architectures"] == ["Qwen3ForCausalLM"] and target["tie_word_embeddings"] is True
+    assert (target["head_dim"], target["rope_theta"], target["max_position_embeddings"]) == (128, 1e6, 1024)
+    assert json.loads((DEMO / "target" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    draft = json.loads((DEMO / "dflash2" / "config.json").read_text())
+    special = draft["dflash_config"]
+    assert draft["architectures"] == ["DFlash2DraftModel"] and draft["is_causal"] is False
+    assert draft["layer_types"] == ["full_attention"] * draft["num_hidden_layers"]
+    assert (special["block_size"], special["conv_kernel_size"], special["conv_group_size"]) == (8, 2, 16)
+    assert special["mask_token_id"] == 3 and all(
+        i < target["num_hidden_layers"] for i in special["target_layer_ids"]
+    )
+    shapes = {n: tuple(t.shape) for n, t in load_file(DEMO / "dflash2" / "model.safetensors").items()}
+    assert all(t.dtype == torch.bfloat16 for t in load_file(DEMO / "target" / "model.safetensors").values())
+    assert shapes["fc.weight"] == (256, 256 * len(special["target_layer_ids"]))
+    assert shapes["layers.0.attention_conv.base_kernel"] == (2, 2, 256)
+    assert shapes["layers.0.mlp_conv.kernel_projection.weight"] == (2 * 2 * 16, 256)
+    assert shapes["candidate_selector.predecessor_codebook"] == (4096, special["selector_rank"])
+    assert "embed_tokens.weight" not in shapes and "lm_head.weight" not in shapes
+    assert 6.0e6 <= sum(p.numel() for p in checkpoint.load_target(DEMO / "target", CPU).parameters()) <= 8.3e6
+
+
+@SHIPPED
+def test_shipped_pair_keeps_its_acceptance() -> None:
+    target = checkpoint.load_target(DEMO / "target", CPU)
+    draft = checkpoint.load_dflash2(DEMO / "dflash2", target)
+    prompts = [p["token_ids"] for p in json.loads((DEMO / "prompts.json").read_text())[:8]]
+    for temperature, floor in ((0.0, 3.2), (1.0, 2.0)):
+        traces = decode.speculate(target, draft, prompts, temperature, 48)
+        assert sum(sum(t.kept) for t in traces) / sum(len(t.kept) for t in traces) >= floor
+
+
+@SHIPPED
+def test_shipped_target_equals_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.Qwen3ForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+    target = checkpoint.load_target(DEMO / "target", CPU)
+    ids = torch.tensor([json.loads((DEMO / "prompts.json").read_text())[0]["token_ids"]])
+    with torch.no_grad():
+        theirs = reference(ids, output_hidden_states=True)
+        features, hidden = target.hidden(ids, (1, 3, 5))
+    torch.testing.assert_close(target.logits(hidden), theirs.logits, atol=1e-4, rtol=1e-4)
+    taken = torch.cat([theirs.hidden_states[i + 1] for i in (1, 3, 5)], dim=-1)
+    torch.testing.assert_close(features, taken, atol=1e-3, rtol=1e-3)
