@@ -165,3 +165,12 @@ def test_top_candidates_without_anything_forbidden():
     ids, scores = top_candidates(logits, 2)
     assert ids.tolist() == [[1, 2]]
     assert scores.tolist() == [[3.0, 2.0]]
+
+
+def test_scores_keep_float32_beside_codebooks_of_half_precision():
+    p = problem(2, 3, 4)
+    p["scores"] = 100 + p["scores"] / 100  # differences that bfloat16 does not have
+    halves = {n: p[n].bfloat16() for n in ("projected", "predecessor_codebook", "successor_codebook")}
+    halves["projected"] = torch.zeros_like(halves["projected"])
+    pairs = pair_scores(p["scores"], p["ids"], p["anchors"], *halves.values())
+    assert torch.equal(pairs, p["scores"].unsqueeze(2).expand(2, 3, 4, 4))

@@ -43,6 +43,7 @@ def make(request, tmp_path, target_folder, target):
 
     def build(block_size=None, **config):
         folder = write(tmp_path / "draft", target_folder, **config)
+        build.folder = folder
         return load_draft(folder, target, block_size=block_size), DraftReference(folder)
 
     return build
@@ -297,3 +298,17 @@ def test_features_of_the_target_feed_the_draft(make, target, target_folder):
         6,
         json.loads((target_folder / "config.json").read_text())["vocab_size"],
     )
+
+
+def test_bfloat16_stays_close_to_float32(make, target, target_folder):
+    _, reference = make()
+    half_target = load_target(target_folder, "bfloat16")
+    half = load_draft(make.folder, half_target)
+    assert half.dtype == torch.bfloat16
+    requests = Requests(half_target, half, [13])
+    requests.features = [features.bfloat16() for features in requests.features]
+    requests.inject(0)
+    got = requests.block()
+    assert got.dtype == torch.bfloat16
+    expected = reference.block(requests.features[0], requests.embeddings(6)[0])
+    assert (got[0].double() - expected).abs().mean() < 0.05 * expected.std()

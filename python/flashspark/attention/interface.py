@@ -1,7 +1,8 @@
 """What an attention backend is given, what it gives back, and what it declares it can do.
 
 KV caches are `[num_slots, num_kv_heads, head_dim]`; slot = page id * page_size + offset. Page 0 is scratch:
-padding rows write there and nobody reads it. All index tensors are int64 on the model's device.
+padding rows write there and nobody reads it. A call has at least one request. All index tensors are int64 on
+the model's device.
 """
 
 from __future__ import annotations

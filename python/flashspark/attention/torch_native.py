@@ -30,11 +30,13 @@ class _Span:
 
     def keys(self, cache: Tensor) -> Tensor:
         """[1, Hkv, num_keys, D] of `cache` [num_slots, Hkv, D]."""
-        if self.slots is None:
-            rows = cache[self.first_slot : self.first_slot + self.num_keys]
-        else:
-            rows = cache.index_select(0, self.slots)
-        return rows.transpose(0, 1).unsqueeze(0)
+        if self.slots is not None:
+            return cache.index_select(0, self.slots).transpose(0, 1).unsqueeze(0)
+        _, num_heads, head_dim = cache.shape
+        row = num_heads * head_dim  # one call instead of three: the cache is contiguous
+        return cache.as_strided(
+            (1, num_heads, self.num_keys, head_dim), (0, head_dim, row, 1), self.first_slot * row
+        )
 
 
 class TorchNativeBackend:
@@ -53,11 +55,14 @@ class TorchNativeBackend:
             spans = queries.plans["ragged"] = _plan_ragged(queries, q.dtype)
         if len(spans) == 1 and spans[0].end_row == q.shape[0]:
             return _attend(q, spans[0].keys(k_cache), spans[0].keys(v_cache), spans[0], scale)
-        out = torch.zeros_like(q)
-        for span in spans:
-            rows = slice(span.first_row, span.end_row)
-            out[rows] = _attend(q[rows], span.keys(k_cache), span.keys(v_cache), span, scale)
-        return out
+        outs = [
+            _attend(q[span.first_row : span.end_row], span.keys(k_cache), span.keys(v_cache), span, scale)
+            for span in spans
+        ]
+        num_rows = spans[-1].end_row if spans else 0
+        if num_rows < q.shape[0]:
+            outs.append(torch.zeros_like(q[num_rows:]))
+        return torch.cat(outs)
 
     def block(
         self,
@@ -80,7 +85,7 @@ class TorchNativeBackend:
             keys = torch.cat((span.keys(k_cache), k[r : r + 1].transpose(1, 2)), dim=2)
             values = torch.cat((span.keys(v_cache), v[r : r + 1].transpose(1, 2)), dim=2)
             outs.append(_attend(q[r], keys, values, span, scale))
-        return torch.stack(outs) if len(outs) != 1 else outs[0].unsqueeze(0)
+        return torch.stack(outs)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, span: _Span, scale: float) -> Tensor:

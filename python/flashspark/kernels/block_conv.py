@@ -25,7 +25,10 @@ def block_conv(y: Tensor, coefficients: Tensor) -> Tensor:
     `y` [R, B, H], `coefficients` [R, B, taps, H] (indexed by the destination row) -> [R, B, H]. A block is one
     request's draft rows, so nothing crosses from one request or step to another.
     """
-    out = y * coefficients[:, :, 0]
-    for tap in range(1, min(coefficients.shape[2], y.shape[1])):
-        out[:, tap:].addcmul_(y[:, :-tap], coefficients[:, tap:, tap])
+    width = y.shape[1]
+    current, *before = coefficients.unbind(2)
+    out = y * current
+    for tap, coefficient in enumerate(before[: width - 1], start=1):
+        rows = width - tap
+        out.narrow(1, tap, rows).addcmul_(y.narrow(1, 0, rows), coefficient.narrow(1, tap, rows))
     return out

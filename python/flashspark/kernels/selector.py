@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 MIN_TEMPERATURE = 1e-5  # below it a softmax over score differences overflows; such rows are greedy anyway
 
@@ -42,14 +43,15 @@ def pair_scores(
     """
     num_reqs, num_slots, k = ids.shape
     before = torch.cat((anchors.view(num_reqs, 1, 1).expand(-1, 1, k), ids[:, :-1]), dim=1)
-    left = predecessors[before] * projected.unsqueeze(2)
-    right = successors[ids]
-    flat = num_reqs * num_slots
-    bias = scores.view(flat, 1, k)
-    pairs = torch.baddbmm(
-        bias.to(left.dtype), left.view(flat, k, -1), right.view(flat, k, -1).transpose(1, 2)
-    )
-    return pairs.view(num_reqs, num_slots, k, k).float()
+    left = embedding(before, predecessors) * projected.unsqueeze(2)  # indexing would take twice as long
+    right = embedding(ids, successors)
+    left, right = left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2)
+    bias = scores.view(-1, 1, k)
+    if left.dtype == torch.float32:
+        pairs = torch.baddbmm(bias, left, right)
+    else:  # products in the codebooks' precision, sums with the scores in float32
+        pairs = torch.bmm(left, right).float() + bias
+    return pairs.view(num_reqs, num_slots, k, k)
 
 
 def selector_walk(

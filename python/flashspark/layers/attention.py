@@ -45,6 +45,8 @@ class AttentionProjections:
         bias = config.attention_bias
         self.qkv = ColumnLinear(hidden, parts, bias=bias, dtype=dtype, device=device)
         self.output = RowLinear(q_size, {"o_proj": hidden}, bias=bias, dtype=dtype, device=device)
+        self._qk_v = (self.num_heads + self.num_kv_heads, self.num_kv_heads)
+        self._q_k = (self.num_heads, self.num_kv_heads)
         self.norms = HeadNorms(
             self.num_heads, self.num_kv_heads, head_dim, config.rms_norm_eps, dtype=dtype, device=device
         )
@@ -52,9 +54,9 @@ class AttentionProjections:
     def project(self, x: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [..., H] -> q [..., Hq, D], k and v [..., Hkv, D]; q and k normed and turned."""
         heads = self.qkv(x).view(*x.shape[:-1], -1, self.head_dim)
-        num_qk = self.num_heads + self.num_kv_heads
-        qk = rope.turn(self.norms(heads[..., :num_qk, :]))
-        return qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], heads[..., num_qk:, :]
+        qk, v = torch.split_with_sizes(heads, self._qk_v, -2)
+        q, k = torch.split_with_sizes(rope.turn(self.norms(qk)), self._q_k, -2)
+        return q, k, v
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.qkv, self.output)
