@@ -37,6 +37,7 @@ class Result:
     """What came back for one job."""
 
     tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # tokens of each verify step
     finish: FinishReason | None = None
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_retractions: int = 0
@@ -58,6 +59,7 @@ class Harness:
         result = self.results[output.request_id]
         assert result.finish is None, "an ended request spoke again"
         result.tokens += output.token_ids
+        result.steps += [len(output.token_ids)] * bool(output.token_ids)
         result.finish, result.stats = output.finish, output.speculative
         result.num_retractions = output.num_retractions
 
