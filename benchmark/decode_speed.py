@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from demo_pair.decode import loop_end  # noqa: E402
+from flashspark.demo import DEMO_PROMPTS  # noqa: E402
 
 ARMS = {
     "plain": [],
@@ -97,9 +98,7 @@ def main() -> None:
     parser.add_argument("--min-counted", type=int, default=32, help="leave out requests that loop earlier")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    prompts = json.loads((ROOT / "python/flashspark/demo/prompts.json").read_text())["prompts"][
-        : options.prompts
-    ]
+    prompts = json.loads(DEMO_PROMPTS.read_text())[: options.prompts]
 
     speeds: dict[str, dict[str, list[float]]] = {arm: {p["id"]: [] for p in prompts} for arm in ARMS}
     counted: dict[str, int] = {}
