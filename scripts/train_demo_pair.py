@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Build the demo pair: corpus, tokenizer, target, DFlash2 draft. See docs/demo-pair.md.
 
-python scripts/train_demo_pair.py corpus                      # once; needs the package index
-python scripts/train_demo_pair.py prompts                     # once; the 64 held-out prompts
-python scripts/train_demo_pair.py train --budget-seconds 1150 # GPU; may be stopped and started again
-python scripts/train_demo_pair.py export
-python scripts/train_demo_pair.py --smoke all                 # everything, tiny, on a CPU, in a few minutes
+python scripts/train_demo_pair.py corpus     # once; needs a package index
+python scripts/train_demo_pair.py prompts    # once; the 64 held-out prompts
+python scripts/train_demo_pair.py train      # on a GPU; may be stopped and started again
+python scripts/train_demo_pair.py export     # into the package; benchmark/demo_acceptance.py measures, then
+python scripts/train_demo_pair.py cards      # fills the model cards from the recorded figures
+python scripts/train_demo_pair.py --smoke all # everything, tiny, on a CPU, in a few minutes
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from demo_pair import settings, stages  # noqa: E402
+from demo_pair import cards, settings, stages  # noqa: E402
 
 SHIPPED = ROOT / "python" / "flashspark" / "demo"
 
@@ -41,12 +42,12 @@ def parse_args() -> argparse.Namespace:
         "--final", type=Path, help="folder that export fills (default: the package's demo folder)"
     )
     parser.add_argument("--corpus-mb", type=float, default=500.0, help="stop collecting text at this size")
-    parser.add_argument("--budget-seconds", type=float, default=1150.0, help="wall clock of one `train` call")
+    parser.add_argument("--budget-seconds", type=float, default=800.0, help="wall clock of one `train` call")
     parser.add_argument(
         "--overhead-seconds", type=float, default=40.0, help="part of it kept for loading and compiling"
     )
     parser.add_argument(
-        "--shares", type=float, nargs=3, default=(0.3, 0.07, 0.63), metavar=("TARGET", "TEXT", "DRAFT")
+        "--shares", type=float, nargs=3, default=(0.34, 0.08, 0.58), metavar=("TARGET", "TEXT", "DRAFT")
     )
     parser.add_argument("--target-only", action="store_true", help="train the target and stop")
     parser.add_argument("--init-draft", type=Path, help="safetensors to start the draft from")
@@ -76,6 +77,8 @@ def main() -> None:
         stages.train(args, run)
     if args.command == "export":
         stages.export(run, args.work, args.corpus, args.final or SHIPPED)
+    if args.command == "cards":
+        cards.write_cards(args.final or SHIPPED, ROOT / "benchmark" / "results", stages.SOURCES)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,9 @@ class Prompt:
     source: str
 
 
-def mine_prompts(documents: Iterable[Document], max_per_package: int = 4, max_per_file: int = 2) -> Iterator[Prompt]:
+def mine_prompts(
+    documents: Iterable[Document], max_per_package: int = 4, max_per_file: int = 2
+) -> Iterator[Prompt]:
     """Completion prompts (imports, signature, docstring) in an order fixed by a hash.
 
     The caller filters them by length in tokens and stops when it has enough.

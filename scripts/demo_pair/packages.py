@@ -25,9 +25,9 @@ mpmath boltons sympy:8 networkx:5 toolz numpy:6 scipy:8 scikit-learn:6 pandas:6 
 starlette uvicorn httpx httpcore celery ipython seaborn statsmodels:5 dask distributed astropy:6 bokeh joblib
 prompt-toolkit dateparser scrapy kombu pint shapely lmfit nbconvert jupyter-server jupyter-client traitlets control
 rdflib fsspec mlxtend river:3 photutils pvlib qutip:4 djangorestframework markdown mistune w3lib parsel passlib
-nilearn:4 mne:6 metpy geopandas skorch uncertainties websockets scikit-bio:3 cloudpickle dill invoke
+nilearn:4 mne:6 metpy geopandas skorch uncertainties websockets scikit-bio:3 cloudpickle dill sunpy:3
 """
-_BSD2 = "sphinx mkdocs imageio sunpy:3 wrapt"
+_BSD2 = "sphinx mkdocs imageio invoke wrapt"
 _APACHE = """
 sortedcontainers requests tornado aiohttp xarray coverage arrow keras:4 transformers:4 accelerate datasets flax optax
 pyro-ppl:3 numpyro torchmetrics:3 cvxpy:3 streamlit:2 huggingface-hub falcon pymongo darts:3 pennylane:5 cirq-core:4

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from demo_pair import checkpoint, decode, settings, train_draft  # noqa: E402
+from demo_pair import checkpoint, decode, loop, settings, train_draft  # noqa: E402
 from demo_pair.corpus import Deduplicator, Document, clean  # noqa: E402
 from demo_pair.draft_model import Backbone, DFlash2  # noqa: E402
 from demo_pair.generate import LockStepSampler  # noqa: E402
 from demo_pair.mining import functions_of, mine_chats, mine_prompts  # noqa: E402
+from demo_pair.optim import MuonAdamW  # noqa: E402
 from demo_pair.sources import permitted_text  # noqa: E402
 from demo_pair.target_model import Target  # noqa: E402
 
@@ -169,6 +170,24 @@ def test_trace_cuts_at_stop_tokens_loops_and_the_limit() -> None:
     trace = decode.Trace()
     assert not trace.take([10, 11, 12], 2, 2)
     assert (trace.ids, trace.finish) == ([10, 11], "length")
+
+
+def test_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    target = Target(replace(settings.smoke().target, vocab_size=32, num_hidden_layers=1))
+    ids = torch.randint(0, 32, (2, 9))
+
+    def phase(model: Target, num_steps: int, seconds: float) -> dict[str, object]:
+        optimizer = MuonAdamW(model.named_parameters(), 0.02, 3e-3, 0.0)
+        plan = loop.LoopPlan("tiny", seconds, 0.1, 0.1, tmp_path / "tiny.ckpt", max_steps=num_steps)
+        return loop.run(plan, model, optimizer, lambda: (model.loss(ids[:, :-1], ids[:, 1:]), {}))
+
+    first = phase(target, 8, 1e9)
+    saved = {n: t.clone() for n, t in target.state_dict().items()}
+    again = Target(target.shape)
+    assert phase(again, 8, 1e9)["steps"] == first["steps"] == 8
+    assert all(torch.equal(t, saved[n]) for n, t in again.state_dict().items())
+    longer = phase(again, 30, 1e9)
+    assert longer["steps"] == 30 and longer["loss"] < first["loss"]
 
 
 _SOURCE = '''import os
