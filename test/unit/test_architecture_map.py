@@ -71,7 +71,31 @@ def test_every_room_is_described() -> None:
 
 
 def test_a_newcomer_finds_the_decode_step_in_two_hops() -> None:
-    assert "(docs/architecture.md" in (ROOT / "README.md").read_text()
+    assert "(docs/architecture.md#one-decode-step)" in (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(\.\./([\w/.]+)\)", section(PAGE.read_text(), "One decode step"))
+    files = [ROOT / link for link in links]
+    assert any(find_name(ast.parse(file.read_text()).body, ["SpeculativeWorker", "decode"]) for file in files)
+
+
+def test_every_dependency_is_explained_and_used() -> None:
+    """Runtime dependencies only; those of the extras are told in one sentence."""
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert listed
+    names = re.findall(r'^ *"([\w-]+)', listed.group(1), re.M)
+    explained = re.findall(r"^\| ([\w, -]+) \|", section(PAGE.read_text(), "Dependencies"), re.M)
+    assert sorted(names) == sorted(", ".join(explained[1:]).split(", "))
+    code = "\n".join(
+        path.read_text()
+        for folder in ("python/flashspark", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    modules = {"pyzmq": "zmq", "pyyaml": "yaml"}
+    unused = [
+        name
+        for name in names
+        if not re.search(rf"^ *(?:from|import) {modules.get(name, name)}\b", code, re.M)
+    ]
+    assert not unused
 
 
 def test_broken_references_are_noticed() -> None:

@@ -1,12 +1,20 @@
-"""scripts/check_readme.py: how it reads a README, and that ours names what .ci/run needs."""
+"""scripts/check_readme.py: how it reads a README. And our README: what it names exists, its links lead somewhere."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from flashspark.api.app import ROUTES
+from flashspark.api.generation import Choice, Generation, Prompt, spec_details, usage
+from flashspark.api.protocol import SpeculationOptions
+from flashspark.args.command_line import build_parser
+from flashspark.args.server_args import ServerArgs
+from flashspark.ipc import SamplingParams, SpeculativeStats
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("check_readme", ROOT / "scripts" / "check_readme.py")
@@ -69,3 +77,87 @@ def test_our_readme_starts_with_the_two_commands() -> None:
     blocks = check_readme.parse_blocks((ROOT / "README.md").read_text())
     assert [block.code for block in blocks[:2]] == ["bash scripts/demo.sh --exit", "bash scripts/test.sh"]
     assert [block.code for block in blocks if block.kind == "tests"] == ["bash scripts/test.sh"]
+
+
+README = (ROOT / "README.md").read_text()
+SCRIPTS = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.*"))
+
+
+def table_rows(header: str) -> list[list[str]]:
+    """Cells of the README's table under `header`."""
+    table = README.split(f"| {header} |", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_every_flag_it_names_exists() -> None:
+    server_flags = set(build_parser()._option_string_actions)
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)):
+        # curl's and pip's own words, in their commands
+        known = flag in server_flags or f'"{flag}"' in SCRIPTS or flag in SCRIPTS
+        assert known or flag in {"--silent", "--fail", "--quiet", "--extra-index-url"}, flag
+    for flags, _, _ in table_rows("flag | default | meaning"):
+        for flag in re.findall(r"--[\w-]+", flags):
+            assert flag in server_flags, flag
+
+
+def test_the_defaults_it_names_are_the_defaults() -> None:
+    from flashspark.scheduler.build import DEFAULT_CHUNKED_PREFILL_SIZE
+
+    args = ServerArgs(model_path="demo")
+    num_checked = 0
+    for flags, defaults, _ in table_rows("flag | default | meaning"):
+        if flags.count("--") != len(re.findall(r"`[^`]+`", defaults)):
+            continue  # told in words
+        for flag, default in zip(
+            re.findall(r"--([\w-]+)", flags), re.findall(r"`([^`]+)`", defaults), strict=True
+        ):
+            value = getattr(args, flag.replace("-", "_"))
+            if flag == "chunked-prefill-size":
+                value = DEFAULT_CHUNKED_PREFILL_SIZE
+            assert default in (str(value), f"{value:g}" if isinstance(value, float) else ""), flag
+            num_checked += 1
+    assert num_checked >= 5
+    draft = ServerArgs(model_path="demo", speculative_algorithm="DFLASH", speculative_draft_model_path="x")
+    assert f"`{draft.max_running_requests}` with a draft, else `{args.max_running_requests}`" in README
+
+
+def test_every_route_it_names_exists() -> None:
+    routes = {(method, path) for path, methods, _ in ROUTES for method in methods}
+    named = [
+        pair for row in table_rows("route | what") for pair in re.findall(r"`([A-Z]+) (/[\w/]+)`", row[0])
+    ]
+    assert len(named) >= 10
+    assert set(named) <= routes
+
+
+def test_the_statistics_it_names_are_those_of_an_answer() -> None:
+    class NoText:
+        def detokenizer(self, skip_special_tokens: bool) -> None:
+            return None
+
+    prompt = Prompt("id", [1], SamplingParams(max_new_tokens=4))
+    generation = Generation([prompt], NoText(), "static")  # type: ignore[arg-type]
+    choice: Choice = generation.choices[0]
+    choice.token_ids = [1, 2, 3]
+    choice.speculative = SpeculativeStats(1, 7, 7, 2, [0, 0, 1])
+    native, openai, _ = (re.findall(r"`([\w.]+)`", row[1]) for row in table_rows("where | names"))
+    assert set(native) <= set(spec_details(choice))
+    assert set(openai) == set(usage([choice], [prompt], False, True)["speculative"])
+    modes = SpeculationOptions.model_json_schema()["properties"]["mode"]["enum"]
+    assert set(modes) == {"off", "static"}
+    assert '`"speculation": {"mode": "off"}`' in README
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/demo-pair.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        other = (file.parent / path).resolve() if path else file
+        assert other.exists(), f"{page}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", other.read_text(), re.M)
+            anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{page}: {target}"

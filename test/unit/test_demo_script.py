@@ -44,7 +44,9 @@ class Handler(BaseHTTPRequestHandler):
             meta = {"completion_tokens": count}
             if speculative and count == limit:
                 meta["spec_verify_ct"] = -(-(limit - 1) // width)
-            frame = {"text": " tok" * count, "meta_info": meta}
+            looping = "loop" in body["text"] and count > 5
+            ids = list(range(5)) + [7] * (count - 5) if looping else list(range(count))
+            frame = {"text": " tok" * count, "output_ids": ids, "meta_info": meta}
             self.wfile.write(b"data: " + json.dumps(frame).encode() + b"\\n\\n")
         self.wfile.write(b"data: [DONE]\\n\\n")
 
@@ -121,6 +123,13 @@ def test_compares_both_servers_twice_in_a_row(demo: Demo) -> None:
         assert "curl" not in output
         assert demo.num_servers_left() == 0
     assert demo.num_servers_started() == 4
+
+
+def test_a_loop_ends_the_count_of_both_servers(demo: Demo) -> None:
+    code, output = demo.run("--exit", "--prompt", "loop")
+    assert code == 0, output
+    assert output.count("loop" + " tok" * 8 + "\n") == 2
+    assert "same text              yes" in output
 
 
 def test_leaves_the_speculative_server_running_until_ctrl_c(demo: Demo) -> None:
