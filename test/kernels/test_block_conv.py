@@ -28,22 +28,26 @@ def test_equals_the_definition(taps, width):
     y, base = torch.randn(3, width, hidden), torch.randn(2, taps, hidden)
     delta = torch.randn(3, width, 2, taps, num_groups)
     coefficients = conv_coefficients(base, delta.flatten(2))
-    assert coefficients.shape == (3, width, 2, taps, hidden)
+    residual = torch.randn_like(y)
     for side in (0, 1):
-        got = block_conv(y, coefficients[:, :, side])
-        torch.testing.assert_close(got.double(), loop(y, base, delta, side), atol=1e-5, rtol=1e-5)
+        assert [c.shape for c in coefficients[side]] == [(3, width, hidden)] * taps
+        expected = loop(y, base, delta, side)
+        torch.testing.assert_close(block_conv(y, coefficients[side]).double(), expected, atol=1e-5, rtol=1e-5)
+        got = block_conv(y, coefficients[side], residual).double()
+        torch.testing.assert_close(got, residual + expected, atol=1e-5, rtol=1e-5)
 
 
 def test_identity_kernel_changes_nothing():
     base = torch.zeros(2, 2, 8)
     base[:, 0] = 1
     y = torch.randn(2, 5, 8)
-    coefficients = conv_coefficients(base, torch.zeros(2, 5, 2 * 2 * 4))
-    assert torch.equal(block_conv(y, coefficients[:, :, 0]), y)
+    before, after = conv_coefficients(base, torch.zeros(2, 5, 2 * 2 * 4))
+    assert torch.equal(block_conv(y, before), y)
+    assert torch.equal(block_conv(y, after), y)
 
 
 def test_nothing_crosses_between_requests():
-    y, coefficients = torch.randn(2, 4, 6), torch.randn(2, 4, 2, 6)
+    y, coefficients = torch.randn(2, 4, 6), list(torch.randn(2, 2, 4, 6))
     before = block_conv(y, coefficients)
     y[0, -1] += 1
     after = block_conv(y, coefficients)

@@ -28,10 +28,16 @@ class _Span:
     mask: Tensor | None  # additive [rows, num_keys (+ width)]; None: every key is visible, or `is_causal`
     is_causal: bool = False  # as many keys as rows, the usual triangle: no mask needed
 
+    def rows(self, cache: Tensor) -> Tensor:
+        """[num_keys, Hkv, D] of `cache`, in order of positions."""
+        if self.slots is None:
+            return cache[self.first_slot : self.first_slot + self.num_keys]
+        return cache.index_select(0, self.slots)
+
     def keys(self, cache: Tensor) -> Tensor:
         """[1, Hkv, num_keys, D] of `cache` [num_slots, Hkv, D]."""
         if self.slots is not None:
-            return cache.index_select(0, self.slots).transpose(0, 1).unsqueeze(0)
+            return _by_head(self.rows(cache))
         _, num_heads, head_dim = cache.shape
         row = num_heads * head_dim  # one call instead of three: the cache is contiguous
         return cache.as_strided(
@@ -82,10 +88,15 @@ class TorchNativeBackend:
             spans = queries.plans[key] = _plan_block(queries, q.dtype, causal, window)
         outs = []
         for r, span in enumerate(spans):
-            keys = torch.cat((span.keys(k_cache), k[r : r + 1].transpose(1, 2)), dim=2)
-            values = torch.cat((span.keys(v_cache), v[r : r + 1].transpose(1, 2)), dim=2)
+            keys = _by_head(torch.cat((span.rows(k_cache), k[r])))
+            values = _by_head(torch.cat((span.rows(v_cache), v[r])))
             outs.append(_attend(q[r], keys, values, span, scale))
         return torch.stack(outs)
+
+
+def _by_head(rows: Tensor) -> Tensor:
+    """[n, Hkv, D] -> [1, Hkv, n, D]"""
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, span: _Span, scale: float) -> Tensor:

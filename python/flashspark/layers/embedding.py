@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from flashspark.kernels.half_linear import PackedWeight, half_linear, pack_half
+from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 # A tied table below this is kept a second time, transposed, for the head: 3 times faster with one row on a CPU.
@@ -24,12 +24,12 @@ class TokenTables:
         self.head: Tensor | None = None  # [H, V]
         if not tied or self.table.nbytes <= TRANSPOSED_COPY_BYTES:
             self.head = torch.empty(hidden, vocab_size, dtype=dtype, device=device)
-        self._packed_head: PackedWeight | None = None
+        self._half_head: HalfWeight | None = None
 
     def hold_half(self) -> None:
         """Holds the loaded head in half precision where `kernels.half_linear` can."""
-        self._packed_head = pack_half(self.table if self.tied or self.head is None else self.head.t())
-        if self._packed_head is not None:
+        self._half_head = pack_half(self.table if self.tied or self.head is None else self.head.t())
+        if self._half_head is not None:
             self.head = None
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class TokenTables:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [..., H] -> [..., V] float32."""
-        if self._packed_head is not None:
-            return half_linear(hidden, self._packed_head)
+        if self._half_head is not None:
+            return half_linear(hidden, self._half_head)
         if self.head is None:
             return linear(hidden, self.table).float()
         return torch.matmul(hidden, self.head).float()

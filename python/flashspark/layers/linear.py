@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashspark.kernels.half_linear import PackedWeight, half_linear, pack_half
+from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 
@@ -32,13 +32,13 @@ class Linear:
         # Stored [in, out]: the product with one row is up to three times faster so on a CPU.
         self.weight: Tensor | None = torch.empty(in_features, self.out_features, dtype=dtype, device=device)
         self.bias = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
-        self._packed: PackedWeight | None = None
+        self._half: HalfWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [..., in] -> [..., out]."""
         if self.weight is None:
-            y = half_linear(x, self._packed)
-            return y if self.bias is None else y.add_(self.bias)
+            assert self._half is not None
+            return half_linear(x, self._half)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = torch.mm(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
@@ -46,8 +46,8 @@ class Linear:
     def hold_half(self) -> None:
         """Holds the loaded weight in half precision where `kernels.half_linear` can; no view of it is valid after."""
         if self.weight is not None:
-            self._packed = pack_half(self.weight.t())
-            if self._packed is not None:
+            self._half = pack_half(self.weight.t(), self.bias)
+            if self._half is not None:
                 self.weight = None
 
     def parameters(self) -> NamedParameters:

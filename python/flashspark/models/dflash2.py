@@ -24,11 +24,11 @@ class BlockConv:
         size = 2 * taps * (hidden // config.conv_group_size)
         self.projection = Linear(hidden, {"kernel_projection": size}, dtype=dtype, device=device)
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [R, B, H] after its norm -> what the sublayer gets, and the coefficients [R, B, taps, H] that
-        `block_conv` applies to what it returns."""
-        coefficients = conv_coefficients(self.base, self.projection(x))
-        return block_conv(x, coefficients[:, :, 0]), coefficients[:, :, 1]
+    def before(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """`x` [R, B, H] after its norm -> what the sublayer gets, and the coefficients that `block_conv` applies to
+        what the sublayer returns."""
+        before, after = conv_coefficients(self.base, self.projection(x))
+        return block_conv(x, before), after
 
     def parameters(self) -> NamedParameters:
         yield "base_kernel", Parameter(tuple(self.base.shape), (self.base,))
@@ -51,9 +51,9 @@ class DFlash2Layer(DFlashLayer):
         """As `DFlashLayer`; the convolution after a sublayer comes before its residual is added."""
         inner, after = self.attention_conv.before(self.input_norm(x))
         inner = self.attention.output(self.attend(inner, rope, block, pool, backend))
-        x = block_conv(inner, after).add_(x)
+        x = block_conv(inner, after, residual=x)
         inner, after = self.mlp_conv.before(self.post_attention_norm(x))
-        return block_conv(self.mlp(inner), after).add_(x)
+        return block_conv(self.mlp(inner), after, residual=x)
 
     def parameters(self) -> NamedParameters:
         yield from super().parameters()
