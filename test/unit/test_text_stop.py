@@ -77,3 +77,13 @@ def test_nothing_reaches_back_into_skipped_text(skipped, pieces, stops):
     expected = reference("".join(pieces), stops)
     shift = 1 + len(skipped)
     assert matcher.match == (expected and StopMatch(expected.stop, expected.start + shift))
+
+
+def test_skipping_nothing_changes_nothing():
+    """A caller that skips before every push, mostly nothing, still finds what straddles its pushes."""
+    matcher = StopMatcher(["END"])
+    matcher.skip("E")
+    for piece in ("x", "E", "N", "D"):
+        matcher.skip("")
+        matcher.push(piece)
+    assert matcher.match == StopMatch("END", 2)

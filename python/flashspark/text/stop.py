@@ -59,7 +59,12 @@ class StopMatcher:
         return None
 
     def skip(self, text: str) -> None:
-        """Appends text in which nothing is looked for, and into which no match may reach back."""
+        """Appends text in which nothing is looked for, and into which no match may reach back.
+
+        No text changes nothing: a stop string that has begun goes on.
+        """
+        if not text:
+            return
         self._tail_start += len(self._tail) + len(text)
         self._tail = ""
 
