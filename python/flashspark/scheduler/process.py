@@ -99,7 +99,12 @@ def main() -> int:
     threading.Thread(target=_leave_with_the_api_process, daemon=True).start()
     channel = SchedulerChannel(start["requests_address"], start["outputs_address"])
     try:
-        scheduler, ready = build_scheduler(args, channel.send)
+        try:
+            scheduler, ready = build_scheduler(args, channel.send)
+        except ValueError as error:  # a folder, a draft or a limit that cannot be served: the message says it all
+            logger.debug("building the scheduler failed", exc_info=True)
+            channel.send(SchedulerFailed(str(error)))
+            return 1
         channel.send(ready)
         SchedulerService(scheduler, channel).run()
         return 0
