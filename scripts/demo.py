@@ -70,7 +70,7 @@ class Server:
         self.port = port
         self.log_path = log_path
         command = [sys.executable, "-m", "flashspark.launch_server", "--model-path", TARGET]
-        command += ["--host", HOST, "--port", str(port), *extra_args]
+        command += ["--host", HOST, "--port", str(port), "--log-level-http", "warning", *extra_args]
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
