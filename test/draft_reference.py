@@ -1,4 +1,4 @@
-"""DFlash and DFlash2 written once more, in float64 from the tensors of the file: no caches, no pages, no fusion.
+"""DFlash, DFlash2 and DSpark once more, in float64 from the tensors of the file: no caches, no pages, no fusion.
 
 One request at a time: the features of the whole committed context in, the block's hidden states out.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 class DraftReference:
     def __init__(self, folder: Path) -> None:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.config = config | config.get("dflash_config", {})
+        self.config = config | config.get("dflash_config", {}) | config.get("dspark_config", {})
         self.w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,3 +108,46 @@ class DraftReference:
             h = self.sublayer(h, layer, "attention", lambda x, i=layer: self.attention(x, context, i))
             h = self.sublayer(h, layer, "mlp", lambda x, i=layer: self.mlp(x, i))
         return self.norm(h, self.w["norm.weight"])
+
+
+class MarkovReference:
+    """DSpark's heads, one slot of one request at a time: `w` as `markov_head.*` and `confidence_head.*` of a file."""
+
+    def __init__(self, kind: str, w: dict[str, Tensor]) -> None:
+        self.kind, self.w = kind, {name: t.double() for name, t in w.items()}
+        self.state: Tensor | None = None
+
+    def correction(self, previous: int, z: Tensor) -> Tensor:
+        """What the token `previous` adds to the logits of the slot with hidden state `z` [H]: [V]."""
+        w = {name.removeprefix("markov_head."): t for name, t in self.w.items()}
+        e = w["markov_w1.weight"][previous]
+        if self.kind == "gated":
+            gate = w["gate_proj.weight"] @ torch.cat((z.double(), e)) + w["gate_proj.bias"]
+            e = e / (1 + torch.exp(-gate))
+        if self.kind == "rnn":
+            state = torch.zeros_like(e) if self.state is None else self.state
+            joint = w["joint_proj.weight"] @ torch.cat((state, e, z.double())) + w["joint_proj.bias"]
+            forget, candidate, output = joint.view(3, -1)
+            keep = 1 / (1 + torch.exp(-forget))
+            self.state = keep * state + (1 - keep) * torch.tanh(candidate)
+            e = torch.tanh(output)
+        return w["markov_w2.weight"] @ e
+
+    def walk(self, base: Tensor, z: Tensor, anchor: int, draw: Any) -> tuple[list[int], Tensor]:
+        """One block: base logits [g, V] and z [g, H]; `draw(slot, corrected)` says which token is taken."""
+        self.state, previous, tokens, rows = None, anchor, [], []
+        for slot in range(len(base)):
+            corrected = base[slot].double()
+            if self.kind != "none":
+                corrected = corrected + self.correction(previous, z[slot])
+            previous = draw(slot, corrected)
+            tokens.append(previous)
+            rows.append(corrected)
+        return tokens, torch.stack(rows)
+
+    def confidence(self, z: Tensor, previous: int) -> Tensor:
+        """Raw confidence of a slot, a scalar."""
+        features, weight = z.double(), self.w["confidence_head.proj.weight"][0]
+        if len(weight) > len(features):
+            features = torch.cat((features, self.w["markov_head.markov_w1.weight"][previous]))
+        return weight @ features + self.w["confidence_head.proj.bias"][0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashspark.args import ServerArgs
+from flashspark.args.server_args import resolve_model_path
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SamplingParams, SpeculativeStats
 from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.request import Request
@@ -48,7 +49,11 @@ class Harness:
 
     def __init__(self, target: Path | str, draft: Path | str | None = None, **args) -> None:
         if draft is not None:
-            args |= {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
+            speculation = {
+                "speculative_draft_model_path": str(draft),
+                "speculative_algorithm": algorithm_of(draft),
+            }
+            args = speculation | args
         self.results: dict[str, Result] = {}
         self.args = ServerArgs(model_path=str(target), random_seed=1, decode_log_interval=10**6, **args)
         self.scheduler: Scheduler
@@ -100,6 +105,12 @@ class Harness:
         assert state["num_free_pages"] == state["num_pages"]
         assert state["num_used_tokens"] == state["num_sampling_rows"] == 0
         assert state["num_running_reqs"] == state["num_queue_reqs"] == 0
+
+
+def algorithm_of(draft: Path | str) -> str:
+    """DSPARK where the draft's config.json speaks of it."""
+    config = Path(resolve_model_path(str(draft))) / "config.json"
+    return "DSPARK" if config.is_file() and "DSpark" in config.read_text() else "DFLASH"
 
 
 class ScriptedDrafter:

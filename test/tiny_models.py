@@ -70,7 +70,7 @@ def write_target(folder: Path, *, seed: int = 0, tokenizer: bool = True, **confi
 def write_dflash(folder: Path, target: Path, *, seed: int = 1, **config: Any) -> Path:
     """A random DFlash v1 draft that fits the target in folder `target`. `config` as in `write_target`;
     a `dflash_config` in it is merged key by key."""
-    write_model(folder, *_draft(target, seed, config, dflash2=False))
+    write_model(folder, *_draft(target, seed, config))
     return folder
 
 
@@ -79,7 +79,10 @@ def write_dflash2(
 ) -> Path:
     """A random DFlash2 draft. `identity`: convolutions and selector that change nothing, over the very
     weights `write_dflash` draws from the same seed."""
-    config_json, tensors = _draft(target, seed, config, dflash2=True)
+    dflash2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 5}
+    config = {"architectures": ["DFlash2DraftModel"]} | config
+    config["dflash_config"] = dflash2 | config.get("dflash_config", {})
+    config_json, tensors = _draft(target, seed, config)
     if identity:
         for name, tensor in tensors.items():
             if "_conv." in name or name.endswith("successor_codebook"):
@@ -90,15 +93,66 @@ def write_dflash2(
     return folder
 
 
-def _draft(
-    target: Path, seed: int, config: dict[str, Any], dflash2: bool
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_dspark(
+    folder: Path,
+    target: Path,
+    *,
+    head: str = "vanilla",
+    sample_from_anchor: bool = True,
+    confidence: bool = True,
+    nested: bool = False,
+    copies: bool = False,
+    seed: int = 1,
+    **config: Any,
+) -> Path:
+    """A random DSpark draft. `head` is a kind of Markov head, or "none" for rank 0; gamma is 5.
+
+    `nested` writes the family's keys into `dspark_config` instead of the top level. `copies` adds an embedding and a
+    head of the draft's own, as published files have them, of values that must never be used. The backbone has the
+    weights that `write_dflash` draws from the same seed.
+    """
+    keys: dict[str, Any] = {
+        "block_size": 5,
+        "mask_token_id": MASK_ID,
+        "target_layer_ids": [0, 2],
+        "markov_rank": 0 if head == "none" else 12,
+        "markov_head_type": "vanilla" if head == "none" else head,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": confidence and head != "none",
+        "sample_from_anchor": sample_from_anchor,
+    }
+    keys |= {key: config.pop(key) for key in list(config) if key in keys}
+    merged, tensors = _draft(
+        target, seed, {"architectures": ["Qwen3DSparkModel"], "dflash_config": keys} | config
+    )
+    keys = merged.pop("dflash_config")
+    hidden, vocab_size = merged["hidden_size"], merged["vocab_size"]
+    rank = keys.get("markov_rank", 256)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes |= {"markov_w1.weight": (vocab_size, rank), "markov_w2.weight": (vocab_size, rank)}
+        if head == "gated":
+            shapes |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
+        if head == "rnn":
+            shapes |= {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
+    shapes = {f"markov_head.{name}": shape for name, shape in shapes.items()}
+    if confidence:
+        size = hidden + (rank if keys.get("confidence_head_with_markov") else 0)
+        shapes |= {"confidence_head.proj.weight": (1, size), "confidence_head.proj.bias": (1,)}
+    if copies:
+        shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab_size, hidden))
+    write_model(
+        folder, merged | ({"dspark_config": keys} if nested else keys), tensors | random_tensors(shapes, seed)
+    )
+    return folder
+
+
+def _draft(target: Path, seed: int, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of a draft's backbone, and of DFlash2's additions where the configuration has them."""
     of_target = json.loads((target / "config.json").read_text())
     sub: dict[str, Any] = {"block_size": 6, "mask_token_id": MASK_ID, "target_layer_ids": [0, 2]}
-    if dflash2:
-        sub |= {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 5}
     merged = {
-        "architectures": ["DFlash2DraftModel" if dflash2 else "DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "vocab_size": of_target["vocab_size"],
         "hidden_size": of_target["hidden_size"],
@@ -124,7 +178,7 @@ def _draft(
     hidden, num_layers = merged["hidden_size"], merged["num_hidden_layers"]
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(sub["target_layer_ids"]) * hidden)}
     shapes |= _layer_shapes(merged) | {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    if dflash2:
+    if "selector_rank" in sub:
         taps, groups = sub["conv_kernel_size"], hidden // sub["conv_group_size"]
         for i in range(num_layers):
             for conv in ("attention_conv", "mlp_conv"):
@@ -171,7 +225,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, T
             tensors[name] = 1 + 0.2 * noise
         elif name.endswith("base_kernel"):
             tensors[name] = 0.3 * noise + torch.tensor([1.0, 0.3])[: shape[1]].view(1, -1, 1)
-        elif name.endswith("codebook"):
+        elif name.endswith(("codebook", "markov_w1.weight")):
             tensors[name] = noise
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             tensors[name] = 0.5 * noise

@@ -56,6 +56,16 @@ def test_sampled_equals_the_loop(seed):
         assert (count[r].item(), token[r].item()) == reference_accept(*(a[r] for a in arrays))
 
 
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_dense_q_equals_the_sparse_one(seed):
+    probs, drafts, ids, q, *rest = random_case(seed, 16)
+    dense = torch.zeros(*drafts.shape, VOCAB).scatter_(2, ids, q)
+    expected = accept_sampled(probs, drafts, ids, q, *rest)
+    for a, b in zip(accept_sampled(probs, drafts, None, dense, *rest), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_rows_past_the_cutoff_do_not_matter():
     probs, drafts, ids, q, verify_lens, accept_u, final_u = random_case(3, 64)
     before = accept_sampled(probs, drafts, ids, q, verify_lens, accept_u, final_u)

@@ -115,6 +115,67 @@ def test_contradicting_widths(capsys):
     assert "--speculative-dflash-block-size 4" in message
 
 
+DSPARK = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "d"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "gamma"),
+    [
+        ([], None),
+        (["--speculative-dspark-block-size", "5"], 5),
+        (["--speculative-num-draft-tokens", "6"], 5),
+        (["--speculative-num-draft-tokens", "6", "--speculative-dspark-block-size", "5"], 5),
+        (["--speculative-num-draft-tokens", "2"], 1),
+    ],
+)
+def test_dspark_block_is_the_verify_width_less_one(argv, gamma):
+    args = parse(*DSPARK, *argv)
+    assert (args.draft_block_size, args.max_running_requests) == (gamma, 48)
+    dflash = parse("--speculative-algorithm", "DFLASH", *DSPARK[2:], "--speculative-num-draft-tokens", "6")
+    assert dflash.draft_block_size == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            [*DSPARK, "--speculative-num-draft-tokens", "5", "--speculative-dspark-block-size", "5"],
+            ["--speculative-num-draft-tokens 5", "--speculative-dspark-block-size 5", "+ 1"],
+        ),
+        (
+            [*DSPARK, "--speculative-dflash-block-size", "5"],
+            ["--speculative-dflash-block-size 5", "belongs to DFLASH", "--speculative-num-draft-tokens"],
+        ),
+        (
+            ["--speculative-algorithm", "DFLASH", *DSPARK[2:], "--speculative-dspark-block-size", "5"],
+            ["--speculative-dspark-block-size 5", "belongs to DSPARK"],
+        ),
+        (
+            ["--speculative-dspark-block-size", "5"],
+            ["--speculative-dspark-block-size 5", "--speculative-algorithm DSPARK"],
+        ),
+        ([*DSPARK, "--speculative-dspark-block-size", "0"], ["--speculative-dspark-block-size 0"]),
+        ([*DSPARK, "--speculative-num-draft-tokens", "1"], ["--speculative-num-draft-tokens 1"]),
+        (
+            ["--speculative-algorithm", "DSPARK"],
+            ["--speculative-algorithm DSPARK", "--speculative-draft-model-path"],
+        ),
+    ],
+)
+def test_dspark_width_refusals(capsys, argv, words):
+    message = refusal(capsys, *argv)
+    for word in words:
+        assert word in message, message
+
+
+def test_dspark_draft_in_the_models_folder(tmp_path):
+    (tmp_path / "dspark").mkdir()
+    (tmp_path / "dspark" / "config.json").write_text("{}")
+    argv = ["--model-path", str(tmp_path), "--speculative-algorithm", "DSPARK"]
+    assert parse_args(argv).speculative_draft_model_path == str(tmp_path / "dspark")
+    assert parse_args([*argv, *DSPARK[2:]]).speculative_draft_model_path == "d"
+
+
 def test_model_path_is_required(capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse_args([])

@@ -7,7 +7,7 @@ import pytest
 
 from flashspark.models.config import DraftConfig, TargetConfig, check_draft_fits
 from flashspark.models.config_file import ModelFormatError
-from tiny_models import write_dflash, write_dflash2, write_target
+from tiny_models import write_dflash, write_dflash2, write_dspark, write_target
 
 
 def folder_with(tmp_path, **config):
@@ -37,6 +37,16 @@ DRAFT2 = DRAFT | {
     "architectures": ["DFlash2DraftModel"],
     "dflash_config": DRAFT["dflash_config"]
     | {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4},
+}
+DSPARK = {key: value for key, value in DRAFT.items() if key != "dflash_config"} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "mask_token_id": 7,
+    "target_layer_ids": [1, 4],
+    "markov_rank": 8,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "num_anchors": 512,
 }
 
 
@@ -152,6 +162,8 @@ def test_unknown_keys_are_logged_and_known_ones_are_not(tmp_path, caplog):
         TargetConfig.load(tmp_path / "t")
         DraftConfig.load(write_dflash(tmp_path / "d", tmp_path / "t"))
         DraftConfig.load(write_dflash2(tmp_path / "d2", tmp_path / "t"))
+        DraftConfig.load(write_dspark(tmp_path / "ds", tmp_path / "t"))
+        DraftConfig.load(write_dspark(tmp_path / "ds2", tmp_path / "t", nested=True))
         target(tmp_path)
         draft(tmp_path, base=DRAFT2)
     assert caplog.text == ""
@@ -236,8 +248,10 @@ def test_output_scales(tmp_path):
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, {}, ["Qwen3ForCausalLM", "--model-path"]),
         ({"architectures": ["EagleModel"]}, {}, ["EagleModel", "DFlash2DraftModel"]),
-        ({"architectures": ["Qwen3DSparkModel"]}, {}, ["dspark", "not supported yet"]),
-        ({}, {"projector_type": "dspark"}, ["dspark", "not supported yet"]),
+        ({"architectures": ["Gemma4DSparkModel"]}, {}, ["Gemma4DSparkModel", "Gemma 4", "Qwen3DSparkModel"]),
+        ({"architectures": ["K3DSparkModel"]}, {}, ["K3DSparkModel", "not a supported draft"]),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, ["DeepseekV4ForCausalLM", "bundled"]),
+        ({}, {"projector_type": "domino"}, ["projector_type", "domino"]),
         ({}, {"mask_token_id": None}, ["mask_token_id", "missing"]),
         ({}, {"mask_token_id": -1}, ["mask_token_id", "-1"]),
         ({"num_target_layers": None}, {"target_layer_ids": None}, ["target_layer_ids", "num_target_layers"]),
@@ -281,6 +295,67 @@ def test_dflash2_refusals(tmp_path, sub, words):
     with pytest.raises(ModelFormatError) as error:
         draft(tmp_path, base=DRAFT2, sub=sub)
     for word in words:
+        assert word in str(error.value)
+
+
+def test_dspark_widths_and_rows(tmp_path):
+    """gamma is what the file calls the block; where the anchor's row predicts nothing there is one row more."""
+    config = draft(tmp_path, base=DSPARK)
+    assert (config.family, config.algorithm) == ("dspark", "DSPARK")
+    assert (config.block_size, config.draft_rows, config.gamma, config.verify_width) == (7, 7, 7, 8)
+    config = draft(tmp_path, base=DSPARK, sample_from_anchor=False)
+    assert (config.block_size, config.draft_rows, config.gamma, config.verify_width) == (7, 8, 7, 8)
+    config = draft(tmp_path, base=DSPARK, block_size=1)
+    assert (config.trained_block_size, config.draft_rows, config.gamma, config.verify_width) == (7, 1, 1, 2)
+    for gamma in (0, 8):
+        with pytest.raises(ModelFormatError, match=f"--speculative-dspark-block-size {gamma}.*blocks of 7"):
+            draft(tmp_path, base=DSPARK, block_size=gamma)
+    bare = {key: value for key, value in DSPARK.items() if key != "block_size"}
+    assert draft(tmp_path, base=bare | {"num_target_layers": 9}).gamma == 7
+
+
+def test_dspark_keys_are_read_flat_and_nested(tmp_path):
+    flat = draft(tmp_path, base=DSPARK, markov_head_type="gated", markov_rank=4)
+    assert (flat.markov_head_type, flat.markov_rank, flat.sample_from_anchor) == ("gated", 4, True)
+    assert (flat.enable_confidence_head, flat.confidence_head_with_markov) == (True, True)
+    names = ("block_size", "mask_token_id", "target_layer_ids", "enable_confidence_head")
+    of_top = {key: value for key, value in DSPARK.items() if key not in names}
+    nested = {name: DSPARK[name] for name in names} | {"markov_head_type": "gated", "markov_rank": 4}
+    for place in ("dspark_config", "dflash_config"):
+        drop = {"markov_rank": None, "confidence_head_with_markov": None}
+        assert draft(tmp_path, base=of_top | drop, **{place: nested}) == flat
+    dflash = nested | {"projector_type": "dspark"}
+    renamed = draft(
+        tmp_path, base=of_top, architectures=["DFlashDraftModel"], dflash_config=dflash, markov_rank=None
+    )
+    assert (renamed.family, renamed.gamma, renamed.draft_rows) == ("dspark", 7, 7)
+
+
+def test_baseline_without_a_markov_head_has_dspark_rows(tmp_path):
+    config = draft(tmp_path, base=DSPARK, markov_rank=0, enable_confidence_head=False)
+    assert (config.markov_rank, config.draft_rows, config.gamma, config.verify_width) == (0, 7, 7, 8)
+    assert not config.confidence_head_with_markov
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"markov_head_type": "lstm"}, ["markov_head_type", "lstm", "vanilla, gated, rnn"]),
+        ({"markov_rank": -1}, ["markov_rank", "-1"]),
+        ({"markov_rank": 0}, ["confidence_head_with_markov", "markov_rank is 0"]),
+        ({"sample_from_anchor": "yes"}, ["sample_from_anchor"]),
+        ({"target_layer_ids": None}, ["target_layer_ids", "missing"]),
+        ({"mask_token_id": None}, ["mask_token_id", "missing"]),
+        ({"block_size": 0}, ["block_size", "0"]),
+        ({"draft_vocab_size": 50}, ["draft_vocab_size"]),
+    ],
+)
+def test_dspark_refusals(tmp_path, config, words):
+    given = dict(DSPARK)
+    given.update(config)
+    with pytest.raises(ModelFormatError) as error:
+        draft(tmp_path, base=given)
+    for word in [str(tmp_path / "config.json"), *words]:
         assert word in str(error.value)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from flashspark import envs
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-SpeculativeAlgorithm = Literal["DFLASH"]
+SpeculativeAlgorithm = Literal["DFLASH", "DSPARK"]
 DEFAULT_RUNNING_WITH_DRAFT = 48  # as SGLang
 DEFAULT_RUNNING_WITHOUT_DRAFT = 64
 MAX_SEED = 2**30
@@ -185,7 +185,7 @@ class ServerArgs:
 
     # Speculation
     speculative_algorithm: str | None = flag(
-        None, "DFLASH", choices=("DFLASH",), remedy="use DFLASH (DSPARK is not available yet)"
+        None, "DFLASH or DSPARK", choices=("DFLASH", "DSPARK"), remedy="use DFLASH or DSPARK"
     )
     speculative_draft_model_path: str | None = flag(
         None, "draft folder, or `demo-dflash2`", aliases=("--speculative-draft-model",)
@@ -193,7 +193,10 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = flag(
         None, "verify width (default: the draft's block)", minimum=2
     )
-    speculative_dflash_block_size: int | None = flag(None, "the same, DFlash's name", minimum=2)
+    speculative_dflash_block_size: int | None = flag(None, "the same, DFLASH's name", minimum=2)
+    speculative_dspark_block_size: int | None = flag(
+        None, "DSPARK: tokens per block, the verify width less one", minimum=1
+    )
     speculative_draft_window_size: int | None = flag(
         None,
         "context tokens the draft attends to",
@@ -207,11 +210,9 @@ class ServerArgs:
         remedy="use static; cap-accept and compact are not available yet",
     )
     speculative_num_steps: int | None = neutral(
-        None, 1, help="always 1", remedy="DFLASH drafts in one step: 1"
+        None, 1, help="always 1", remedy="a block is drafted in one step: 1"
     )
-    speculative_eagle_topk: int | None = neutral(
-        None, 1, help="always 1", remedy="DFLASH drafts one chain: 1"
-    )
+    speculative_eagle_topk: int | None = neutral(None, 1, help="always 1", remedy="a block is one chain: 1")
     speculative_draft_model_revision: str | None = neutral(None, help="revision", remedy="leave it out")
     speculative_draft_load_format: str | None = flag(
         None, "weights of the draft (default: --load-format)", choices=("auto", "safetensors", "dummy")
@@ -220,7 +221,6 @@ class ServerArgs:
     speculative_draft_attention_backend: str | None = neutral(None, "torch_native", help="draft attention")
     speculative_draft_kv_cache_dtype: str | None = neutral(None, "auto", help="draft KV type")
     speculative_attention_mode: str = neutral("prefill", help="attention of the verify step")
-    speculative_dspark_block_size: int | None = neutral(None, help="DSPARK")
     speculative_dspark_sps_table_path: str | None = neutral(None, help="DSPARK cost table")
     speculative_dspark_confidence_sts_path: str | None = neutral(None, help="DSPARK calibration")
     speculative_dspark_align_verify_tokens_to_graph_tier: bool = neutral(False, help="DSPARK tiers")
@@ -265,31 +265,58 @@ class ServerArgs:
 
     def _resolve_speculation(self) -> None:
         algorithm, draft = self.speculative_algorithm, self.speculative_draft_model_path
+        if (
+            algorithm == "DSPARK"
+            and draft is None
+            and (Path(self.model_path) / "dspark/config.json").is_file()
+        ):
+            draft = str(Path(self.model_path) / "dspark")
         if algorithm is not None and draft is None:
             remedy = "needs a draft: add --speculative-draft-model-path"
             raise ArgumentError("--speculative-algorithm", algorithm, remedy)
         if draft is not None and algorithm is None:
-            remedy = "is used by an algorithm only: add --speculative-algorithm DFLASH"
+            remedy = "is used by an algorithm only: add --speculative-algorithm DFLASH or DSPARK"
             raise ArgumentError("--speculative-draft-model-path", draft, remedy)
         if draft is not None:
             self._set("speculative_draft_model_path", resolve_model_path(draft))
-        widths = {
-            "--speculative-num-draft-tokens": self.speculative_num_draft_tokens,
-            "--speculative-dflash-block-size": self.speculative_dflash_block_size,
-        }
-        given = {name: width for name, width in widths.items() if width is not None}
-        if given and algorithm is None:
-            name, width = next(iter(given.items()))
-            raise ArgumentError(
-                name, width, "is used by an algorithm only: add --speculative-algorithm DFLASH"
-            )
-        if len(set(given.values())) > 1:
-            both = ", ".join(f"{name} {width}" for name, width in given.items())
-            raise ArgumentError(both, None, "are two names of one width: give one, or equal values")
+        self._check_widths()
         if self.ragged_verify_mode is None:
             mode = envs.RAGGED_VERIFY_MODE.get()
             _check_value(f"{envs.RAGGED_VERIFY_MODE.name} =", mode, flags()["ragged_verify_mode"])
             self._set("ragged_verify_mode", mode)
+
+    def _check_widths(self) -> None:
+        """One width, whatever it is called."""
+        rows, of_dspark = "--speculative-num-draft-tokens", "--speculative-dspark-block-size"
+        owners = {rows: None, "--speculative-dflash-block-size": "DFLASH", of_dspark: "DSPARK"}
+        values = [getattr(self, name.removeprefix("--").replace("-", "_")) for name in owners]
+        given = {name: value for name, value in zip(owners, values, strict=True) if value is not None}
+        for name, value in given.items():
+            owner = owners[name]
+            if self.speculative_algorithm is None:
+                remedy = (
+                    f"is used by an algorithm only: add --speculative-algorithm {owner or 'DFLASH or DSPARK'}"
+                )
+                raise ArgumentError(name, value, remedy)
+            if owner not in (None, self.speculative_algorithm):
+                remedy = f"belongs to {owner}: give {rows}, which --speculative-algorithm "
+                raise ArgumentError(name, value, f"{remedy}{self.speculative_algorithm} reads too")
+        if len({value + (name == of_dspark) for name, value in given.items()}) > 1:
+            both = ", ".join(f"{name} {value}" for name, value in given.items())
+            remedy = "are two names of one width: give one, or equal values"
+            if of_dspark in given:
+                remedy = f"contradict each other: {rows} is {of_dspark} + 1; give one"
+            raise ArgumentError(both, None, remedy)
+
+    @property
+    def draft_block_size(self) -> int | None:
+        """The block that the flags ask for, as the draft's config.json counts it: the verify width of DFLASH, one
+        less of DSPARK. None: the trained one."""
+        if self.speculative_algorithm != "DSPARK":
+            return self.speculative_num_draft_tokens or self.speculative_dflash_block_size
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens - 1
+        return self.speculative_dspark_block_size
 
     @property
     def speculative(self) -> bool:

@@ -36,7 +36,8 @@ class EngineOptions:
     load_format: str = "auto"
     draft_load_format: str = "auto"
     model_overrides: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json
-    block_size: int | None = None
+    algorithm: str | None = None  # that runs the draft
+    block_size: int | None = None  # as the draft's config.json counts
     context_length: int | None = None
     max_total_tokens: int | None = None
     page_size: int = 16
@@ -109,6 +110,7 @@ def _load_draft(options: EngineOptions, target: Qwen3) -> DFlashDraft | None:
         target,
         block_size=options.block_size,
         load_format=options.draft_load_format,
+        algorithm=options.algorithm,
         on_progress=progress,
     )
     progress.finish(options.draft_path)

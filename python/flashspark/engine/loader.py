@@ -89,15 +89,25 @@ def load_draft(
     *,
     load_format: str = "safetensors",
     seed: int = 1,
+    algorithm: str | None = None,
     on_progress: Progress | None = None,
 ) -> DFlashDraft:
     """The draft in folder `path` for `target`, by default in its dtype and on its device.
 
-    `block_size` runs it in smaller blocks than it was trained for. ModelFormatError says what is wrong with the
-    folder, or why the draft does not fit this target.
+    `block_size` runs it in smaller blocks than it was trained for, counted as in its config.json. `algorithm` is the
+    one that will run it. ModelFormatError says what is wrong with the folder, or why the draft fits neither this
+    target nor the algorithm.
     """
     folder = Path(path)
-    config = DraftConfig.load(folder, block_size)
+    config = DraftConfig.load(folder)
+    if algorithm not in (None, config.algorithm):
+        raise ModelFormatError(
+            f"--speculative-algorithm {algorithm}: the draft of --speculative-draft-model-path {folder} is a "
+            f"{config.architecture} ({config.family}); use --speculative-algorithm {config.algorithm}, or another "
+            "draft"
+        )
+    if block_size is not None:
+        config = config.with_block_size(block_size, folder / "config.json")
     try:
         check_draft_fits(config, target.config)
     except ModelFormatError as error:

@@ -37,13 +37,13 @@ def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tu
 def accept_sampled(
     probs: Tensor,
     drafts: Tensor,
-    candidate_ids: Tensor,
+    candidate_ids: Tensor | None,
     candidate_probs: Tensor,
     verify_lens: Tensor,
     accept_uniforms: Tensor,
     final_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling (Leviathan et al. 2023) with drafts drawn from sparse distributions.
+    """Speculative sampling (Leviathan et al. 2023) with drafts drawn from sparse or dense distributions.
 
     Draft d of row i is kept iff u * q_i(d) < p_i(d). At the first rejection the following token is drawn from
     max(p - q, 0) over the whole vocabulary; where the block or the cutoff ended without one, from p itself.
@@ -51,7 +51,7 @@ def accept_sampled(
     Args:
         probs: float32 [R, gamma + 1, V], the target's p per row.
         drafts: int64 [R, gamma].
-        candidate_ids: int64 [R, gamma, K], distinct within a row.
+        candidate_ids: int64 [R, gamma, K], distinct within a row; None where K is V and candidate i is token i.
         candidate_probs: float32 [R, gamma, K], the q each draft was drawn from; zero off the candidates.
         verify_lens: int64 [R].
         accept_uniforms: float64 [R, gamma].
@@ -64,16 +64,22 @@ def accept_sampled(
     if num_rows == 1:  # nothing drafted
         return torch.zeros_like(verify_lens), sample_categorical(probs[:, 0], final_uniforms[:, 0])
     p_draft = probs[:, :-1].gather(2, drafts[..., None]).squeeze(2)
-    q_draft = (candidate_probs * (candidate_ids == drafts[..., None])).sum(2)
+    if candidate_ids is None:
+        q_draft = candidate_probs.gather(2, drafts[..., None]).squeeze(2)
+    else:
+        q_draft = (candidate_probs * (candidate_ids == drafts[..., None])).sum(2)
     num_accepted = _accepted_prefix(accept_uniforms * q_draft < p_draft, verify_lens)
 
     row = num_accepted[:, None]
     weights = probs.gather(1, row[..., None].expand(-1, 1, vocab_size)).squeeze(1)
     rejected = num_accepted < verify_lens - 1
     # Rows past the last draft have no q; clamp the index and mask.
-    draft_row = num_accepted.clamp(max=num_rows - 2)[:, None, None].expand(-1, 1, candidate_ids.shape[2])
+    draft_row = num_accepted.clamp(max=num_rows - 2)[:, None, None].expand(-1, 1, candidate_probs.shape[2])
     q = candidate_probs.gather(1, draft_row).squeeze(1) * rejected[:, None]
-    residual = weights.scatter_add(1, candidate_ids.gather(1, draft_row).squeeze(1), -q).clamp_(min=0.0)
+    if candidate_ids is None:
+        residual = (weights - q).clamp_(min=0.0)
+    else:
+        residual = weights.scatter_add(1, candidate_ids.gather(1, draft_row).squeeze(1), -q).clamp_(min=0.0)
     # p = q up to rounding leaves no residual mass, though a rejection was drawn: p is then the right fallback.
     has_mass = residual.sum(1, keepdim=True) > 0
     weights = torch.where(has_mass, residual, weights)

@@ -1,1 +1,1 @@
-"""Targets (Qwen3 dense) and drafts (DFlash, DFlash2)."""
+"""Targets (Qwen3 dense) and drafts (DFlash, DFlash2, DSpark)."""

@@ -30,7 +30,23 @@ DRAFT_FAMILIES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
 }
-DEFAULT_BLOCK_SIZE = 16
+ALGORITHMS = {
+    "dflash": "DFLASH",
+    "dflash2": "DFLASH",
+    "dspark": "DSPARK",
+}  # --speculative-algorithm by family
+DEFAULT_BLOCK_SIZES = {"dflash": 16, "dflash2": 16, "dspark": 7}
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+# Drafts of the same families in a form that is not implemented: their layers or weights differ.
+_OTHER_DRAFTS = {
+    "Gemma4DSparkModel": "Gemma 4 layers (four norms, scaled embeddings)",
+    "LingDSparkModel": "Ling layers",
+    "K3DSparkModel": "Kimi K3 layers",
+    "DSparkMiniMaxDraftModel": "MiniMax layers",
+    "DeepseekV4DSparkModel": "DeepSeek V4's mixture-of-experts layers",
+    "DeepseekV4ForCausalLM": "DeepSeek V4's draft, bundled with its target",
+}
 
 # Keys that change nothing here: training, generation, library bookkeeping. Everything else unread is logged.
 _IGNORED = (
@@ -101,14 +117,17 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash or DFlash2 draft after normalisation. Three numbers are easily mixed up and stay apart:
+    """A draft after normalisation. Three numbers are easily mixed up and stay apart:
 
-    `block_size` B, the rows one draft forward runs (anchor and B - 1 masks); `gamma` = B - 1, the tokens it
-    proposes; `verify_width` W = gamma + 1, the rows the target then verifies.
+    `draft_rows` B, the rows one draft forward runs (anchor and B - 1 masks); `gamma`, the tokens it proposes,
+    which come from the last `gamma` rows; `verify_width` W = gamma + 1, the rows the target then verifies.
+
+    `block_size` is what the family's files call so: B of DFlash, whose row 0 predicts nothing; gamma of DSpark,
+    whose row 0 predicts the token after the anchor, or (not `sample_from_anchor`) is one row more and nothing.
     """
 
     architecture: str
-    family: str  # dflash, dflash2
+    family: str  # dflash, dflash2, dspark
     vocab_size: int | None
     hidden_size: int
     intermediate_size: int
@@ -134,10 +153,24 @@ class DraftConfig:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    sample_from_anchor: bool = False
+    markov_rank: int = 0  # 0: no Markov head
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """The --speculative-algorithm that runs this family."""
+        return ALGORITHMS[self.family]
 
     @property
     def gamma(self) -> int:
-        return self.block_size - 1
+        return self.block_size if self.family == "dspark" else self.block_size - 1
+
+    @property
+    def draft_rows(self) -> int:
+        return self.gamma if self.sample_from_anchor else self.gamma + 1
 
     @property
     def verify_width(self) -> int:
@@ -145,34 +178,39 @@ class DraftConfig:
 
     @classmethod
     def load(cls, folder: Path, block_size: int | None = None) -> DraftConfig:
-        """Reads `folder`/config.json; `block_size` overrides the trained one and may not exceed it."""
+        """Reads `folder`/config.json; `block_size` overrides the trained one (counted as there) and may not
+        exceed it."""
         path, values = read_config(folder)
         name = architecture(path, values)
         family = DRAFT_FAMILIES.get(name)
         if family is None:
             hint = "it is a target: --model-path takes it; " if name in TARGET_ARCHITECTURES else ""
-            supported = ", ".join(sorted(key for key, value in DRAFT_FAMILIES.items() if value != "dspark"))
+            if name in _OTHER_DRAFTS:
+                hint = f"it has {_OTHER_DRAFTS[name]}; "
+            supported = ", ".join(sorted(DRAFT_FAMILIES))
             raise ModelFormatError(
                 f"{path}: architectures: {name} is not a supported draft; {hint}supported: {supported}"
             )
         reader = _merged(path, values)
         if reader.get("projector_type") in ("dspark", "domino"):
             family = str(reader.get("projector_type"))
-        if family not in ("dflash", "dflash2"):
+        if family not in ALGORITHMS:
             raise ModelFormatError(
-                f"{path}: this is a {family} draft ({name}), which is not supported yet; "
-                "use a DFlash or DFlash2 draft"
+                f"{path}: projector_type: a {family} draft ({name}) is not supported; "
+                "use a DFlash, DFlash2 or DSpark draft"
             )
         _warn_remote_code(path, values)
         config = _read_draft(cls, reader, name, family)
         return config if block_size is None else config.with_block_size(block_size, path)
 
     def with_block_size(self, block_size: int, path: Path | None = None) -> DraftConfig:
-        """The same draft run in blocks of `block_size` rows, 2 to the trained size."""
-        if not 2 <= block_size <= self.trained_block_size:
+        """The same draft run in smaller blocks, `block_size` counted as in the family's files."""
+        smallest = 1 if self.family == "dspark" else 2
+        if not smallest <= block_size <= self.trained_block_size:
+            flag = "dspark-block-size" if self.family == "dspark" else "num-draft-tokens"
             raise ModelFormatError(
-                f"--speculative-num-draft-tokens {block_size}: this draft{f' ({path})' if path else ''} was trained "
-                f"for blocks of {self.trained_block_size}; choose 2 to {self.trained_block_size}"
+                f"--speculative-{flag} {block_size}: this draft{f' ({path})' if path else ''} was trained "
+                f"for blocks of {self.trained_block_size}; choose {smallest} to {self.trained_block_size}"
             )
         return replace(self, block_size=block_size)
 
@@ -244,7 +282,8 @@ def _merged(path: Path, values: dict[str, Any]) -> ConfigReader:
 def _read_draft(cls: type[DraftConfig], reader: ConfigReader, name: str, family: str) -> DraftConfig:
     _refuse_unsupported(reader)
     num_layers = reader.integer("num_hidden_layers")
-    block_size = reader.integer("block_size", DEFAULT_BLOCK_SIZE, minimum=2)
+    smallest = 1 if family == "dspark" else 2
+    block_size = reader.integer("block_size", DEFAULT_BLOCK_SIZES[family], minimum=smallest)
     mask_token_id = reader.integer("mask_token_id", minimum=0)
     causal, windows = _visibility(reader, num_layers)
     softcap = reader.number("final_logit_softcapping", 0.0, positive=False)
@@ -256,7 +295,7 @@ def _read_draft(cls: type[DraftConfig], reader: ConfigReader, name: str, family:
         block_size=block_size,
         trained_block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=_target_layer_ids(reader, num_layers),
+        target_layer_ids=_target_layer_ids(reader, num_layers, derive=family != "dspark"),
         layer_causal=causal,
         layer_windows=windows,
         attention_value_scale=reader.number("attention_value_scale", 1.0),
@@ -265,6 +304,7 @@ def _read_draft(cls: type[DraftConfig], reader: ConfigReader, name: str, family:
         final_logit_softcapping=softcap if softcap > 0 else None,
         **_backbone(reader),
         **(_dflash2(reader) if family == "dflash2" else {}),
+        **(_dspark(reader) if family == "dspark" else {}),
     )
     _log_unknown(reader)
     return config
@@ -279,6 +319,25 @@ def _dflash2(reader: ConfigReader) -> dict[str, Any]:
     return sizes
 
 
+def _dspark(reader: ConfigReader) -> dict[str, Any]:
+    """Row layout and heads. A rank of 0 is a draft without a Markov head in the same row layout."""
+    rank = reader.integer("markov_rank", 256, minimum=0)
+    kind = reader.get("markov_head_type", "vanilla")
+    if kind not in MARKOV_HEADS:
+        raise reader.error("markov_head_type", f"{kind!r} is not supported; {', '.join(MARKOV_HEADS)} are")
+    enabled = reader.boolean("enable_confidence_head", False)
+    with_markov = reader.boolean("confidence_head_with_markov", enabled and rank > 0)
+    if enabled and with_markov and rank == 0:
+        raise reader.error("confidence_head_with_markov", "true needs a Markov head, and markov_rank is 0")
+    return {
+        "sample_from_anchor": reader.boolean("sample_from_anchor", True),
+        "markov_rank": rank,
+        "markov_head_type": kind,
+        "enable_confidence_head": enabled,
+        "confidence_head_with_markov": enabled and with_markov,
+    }
+
+
 def _refuse_unsupported(reader: ConfigReader) -> None:
     """Keys that would change the result and are not implemented, unless they hold their neutral value."""
     for key in ("attention_sink_bias", "use_gemma_norm", "use_swa"):
@@ -290,10 +349,12 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
     reader.known.add("swa_window_size")  # means nothing without use_swa
 
 
-def _target_layer_ids(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """The ids, or the default of older files: evenly from layer 1 to the third last."""
+def _target_layer_ids(reader: ConfigReader, num_layers: int, derive: bool) -> tuple[int, ...]:
+    """The ids, or (`derive`) the default of older files: evenly from layer 1 to the third last."""
     ids = reader.integers("target_layer_ids")
     num_target = reader.get("num_target_layers")
+    if ids is None and not derive:
+        raise reader.error("target_layer_ids", "missing; expected a list of layers of the target")
     if ids is None:
         if num_target is None:
             raise reader.error("target_layer_ids", "missing, and no num_target_layers to derive them from")

@@ -118,7 +118,8 @@ class DFlashDraft:
         self.context = ContextProjections(config, dtype=dtype, device=device)
         self.norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=dtype, device=device)
-        self._row_offsets = torch.arange(config.trained_block_size, device=device)
+        largest = config.with_block_size(config.trained_block_size)
+        self._row_offsets = torch.arange(largest.draft_rows, device=device)
 
     def make_kv_pool(self, num_slots: int) -> KVPool:
         """A zeroed context pool of this draft's geometry, owned by the caller; slots are the target's."""
@@ -146,8 +147,8 @@ class DFlashDraft:
     ) -> Tensor:
         """`embeddings` [R, B, H] of anchor and masks -> final-normed hidden states z [R, B, H].
 
-        Row 0 sits at position `context_lens`, the anchor's own; row i predicts the token at its own position, so
-        row 0 predicts nothing. Nothing is written to the pool.
+        Row 0 sits at position `context_lens`, the anchor's own. Which token a row predicts is up to the family: the
+        one at its own position (so row 0 none), or the one after. Nothing is written to the pool.
         """
         positions = block.context_lens.unsqueeze(1) + self._row_offsets[: block.width]
         rope = self.rotary.tables(positions)

@@ -58,7 +58,8 @@ def _engine_options(args: ServerArgs) -> EngineOptions:
         load_format=args.load_format,
         draft_load_format=args.speculative_draft_load_format or args.load_format,
         model_overrides=args.model_overrides,
-        block_size=args.speculative_num_draft_tokens or args.speculative_dflash_block_size,
+        algorithm=args.speculative_algorithm,
+        block_size=args.draft_block_size,
         context_length=args.context_length,
         max_total_tokens=args.max_total_tokens,
         page_size=args.page_size,
@@ -76,6 +77,7 @@ def _ready(
     engine: Engine, worker: SpeculativeWorker, limits: SchedulerLimits, eos_token_ids: list[int]
 ) -> SchedulerReady:
     runner = engine.runner
+    of_dspark = runner.draft is not None and runner.draft.config.algorithm == "DSPARK"
     return SchedulerReady(
         context_length=limits.context_length,
         vocab_size=runner.target.config.vocab_size,
@@ -88,6 +90,7 @@ def _ready(
             "device": str(runner.device),
             "chunked_prefill_size": limits.chunked_prefill_size,
             "speculative_num_draft_tokens": worker.width if worker.gamma else None,
+            "speculative_dspark_block_size": worker.gamma if of_dspark else None,
             "kv_bytes_per_token": engine.capacity.bytes_per_token,
             "kv_capacity_reason": engine.capacity.reason,
         },

@@ -48,7 +48,7 @@ def accept(
         num_accepted[chosen], following[chosen] = accept_sampled(
             sampling.probs(rows[chosen], chosen_logits, step.truncates),
             drafts[chosen],
-            draft.candidate_ids[chosen],
+            None if draft.candidate_ids is None else draft.candidate_ids[chosen],
             draft.candidate_probs[chosen],
             verify_lens[chosen],
             step.uniforms[chosen, :-1, 1],

@@ -1,4 +1,4 @@
-"""How a block is proposed. One interface; DFlash and DFlash2 differ only in how rows become tokens."""
+"""How a block is proposed. One interface; the families differ only in how rows become tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from flashspark.engine.model_runner import ModelRunner
 from flashspark.kernels.selector import selector_walk, top_candidates
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.dflash2 import DFlash2Draft
+from flashspark.models.dspark import DSparkDraft
 
+from .dspark import DSparkDrafter
 from .types import DraftBlock
 
 
@@ -88,6 +90,8 @@ class DFlash2Drafter(DFlashDrafter):
 
 def make_drafter(runner: ModelRunner) -> Drafter | None:
     """The drafter that fits the runner's draft, or None without one."""
+    if isinstance(runner.draft, DSparkDraft):
+        return DSparkDrafter(runner, runner.draft)
     if isinstance(runner.draft, DFlash2Draft):
         return DFlash2Drafter(runner, runner.draft)
     return DFlashDrafter(runner, runner.draft) if runner.draft is not None else None

@@ -24,13 +24,13 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """Drafts and the sparse distributions they were drawn from (a point mass for greedy rows).
+    """Drafts and the distributions they were drawn from (a point mass for greedy rows), mostly sparse ones.
 
     Requests that were not drafted have zeros everywhere, and a verify length of 1.
     """
 
     tokens: Tensor  # int64 [R, gamma]
-    candidate_ids: Tensor  # int64 [R, gamma, K]
+    candidate_ids: Tensor | None  # int64 [R, gamma, K]; None: every token is a candidate, in order, K = V
     candidate_probs: Tensor  # float32 [R, gamma, K]
 
 

@@ -45,7 +45,7 @@ class SpeculativeWorker:
         members = [i for i, cap in enumerate(batch.cap_list) if cap > 1]
         uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         if self.drafter is None or not members:
-            return _empty_block(num_reqs, self.gamma, 1, batch.rows.device)
+            return _empty_block(num_reqs, self.gamma, 1, batch.rows.device, dense=False)
         if len(members) == num_reqs:
             return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms)
         index = torch.tensor(members, device=batch.rows.device)
@@ -55,9 +55,11 @@ class SpeculativeWorker:
             step.temperature[index],
             None if uniforms is None else uniforms[index],
         )
-        block = _empty_block(num_reqs, self.gamma, some.candidate_ids.shape[2], batch.rows.device)
+        num_candidates, dense = some.candidate_probs.shape[2], some.candidate_ids is None
+        block = _empty_block(num_reqs, self.gamma, num_candidates, batch.rows.device, dense)
         block.tokens[index] = some.tokens
-        block.candidate_ids[index] = some.candidate_ids
+        if block.candidate_ids is not None and some.candidate_ids is not None:
+            block.candidate_ids[index] = some.candidate_ids
         block.candidate_probs[index] = some.candidate_probs
         return block
 
@@ -69,11 +71,13 @@ class SpeculativeWorker:
         self.sampling.commit(rows, step, accepted.tokens, accepted.num_tokens)
 
 
-def _empty_block(num_reqs: int, gamma: int, num_candidates: int, device: torch.device) -> DraftBlock:
+def _empty_block(
+    num_reqs: int, gamma: int, num_candidates: int, device: torch.device, dense: bool
+) -> DraftBlock:
     tokens = torch.zeros(num_reqs, gamma, dtype=torch.int64, device=device)
     shape = (num_reqs, gamma, num_candidates)
     return DraftBlock(
         tokens=tokens,
-        candidate_ids=torch.zeros(shape, dtype=torch.int64, device=device),
+        candidate_ids=None if dense else torch.zeros(shape, dtype=torch.int64, device=device),
         candidate_probs=torch.zeros(shape, dtype=torch.float32, device=device),
     )
