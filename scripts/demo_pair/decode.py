@@ -35,6 +35,12 @@ class Cache:
         self.keys[layer, rows, :, positions] = keys
         self.values[layer, rows, :, positions] = values
 
+    def row(self, index: int) -> Cache:
+        """One row, sharing this cache's memory."""
+        part = object.__new__(Cache)
+        part.keys, part.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
+        return part
+
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
@@ -43,7 +49,7 @@ class Cache:
 def target_forward(
     target: Target, cache: Cache, ids: Tensor, positions: Tensor, layer_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """ids, positions [B, T] -> (features [B, T, m * H], logits [B, T, V]), causal by position."""
+    """ids, positions [B, T] -> (features [B, T, m * H], final-normed hidden [B, T, H]), causal by position."""
     x = target.embed(ids)
     num_keys = int(positions.max()) + 1
     visible = torch.arange(num_keys, device=ids.device) <= positions[..., None]
@@ -59,7 +65,7 @@ def target_forward(
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         if index in layer_ids:
             taken.append(x)
-    return torch.cat(taken, dim=-1), target.logits(target.model.norm(x))
+    return torch.cat(taken, dim=-1), target.model.norm(x)
 
 
 def inject(draft: Backbone, target: Target, cache: Cache, features: Tensor, positions: Tensor) -> None:
@@ -227,12 +233,13 @@ def speculate(
     caches = [Cache(target, n, len(prompts), capacity) for n in (len(target.model.layers), len(draft.layers))]
     lengths = torch.tensor([len(p) - 1 for p in prompts], device=device)
     anchors = torch.tensor([p[-1] for p in prompts], device=device)
-    padded = torch.zeros(len(prompts), max(1, int(lengths.max())), dtype=torch.long, device=device)
     for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.long, device=device)
-    positions = torch.arange(padded.shape[1], device=device).expand(len(prompts), -1)
-    features, _ = target_forward(target, caches[0], padded, positions, layer_ids)
-    inject(draft, target, caches[1], features, positions)
+        ids = torch.tensor([prompt[:-1]], dtype=torch.long, device=device)
+        if ids.numel():
+            positions = torch.arange(ids.shape[1], device=device)[None]
+            own = [cache.row(row) for cache in caches]
+            features, _ = target_forward(target, own[0], ids, positions, layer_ids)
+            inject(draft, target, own[1], features, positions)
     traces = [Trace() for _ in prompts]
     live = list(range(len(prompts)))
     while live:
@@ -240,9 +247,9 @@ def speculate(
         proposal = propose(draft, target, hidden, anchors, temperature, use_selector)
         block = torch.cat((anchors[:, None], proposal.ids), dim=1)
         positions = lengths[:, None] + torch.arange(block.shape[1], device=device)
-        features, logits = target_forward(target, caches[0], block, positions, layer_ids)
+        features, final = target_forward(target, caches[0], block, positions, layer_ids)
         inject(draft, target, caches[1], features, positions)
-        accepted, anchors = verify(proposal, logits, temperature)
+        accepted, anchors = verify(proposal, target.logits(final), temperature)
         lengths = lengths + accepted + 1
         drafted, counts, bonus = proposal.ids.tolist(), accepted.tolist(), anchors.tolist()
         going = [
