@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from flashspark.kernels.selector import pair_scores, selector_walk, top_candidates
+from flashspark.kernels.selector import (
+    pair_scores,
+    selector_walk,
+    selector_walk_with_feature,
+    top_candidates,
+)
 
 V, RANK = 40, 6
 
@@ -174,3 +179,56 @@ def test_scores_keep_float32_beside_codebooks_of_half_precision():
     halves["projected"] = torch.zeros_like(halves["projected"])
     pairs = pair_scores(p["scores"], p["ids"], p["anchors"], *halves.values())
     assert torch.equal(pairs, p["scores"].unsqueeze(2).expand(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("any_sampled", [True, False])
+def test_feature_is_the_logit_of_the_largest_probability_of_the_row_drawn_from(any_sampled):
+    """Against the slow walk at temperature 1 for greedy rows, before their point mass, and in float64."""
+    for seed in range(5):
+        p = problem(4, 6, 5, seed)
+        generator = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(4, 6, generator=generator, dtype=torch.float64)
+        temperature = torch.rand(4, generator=generator) * 2 + 0.1
+        greedy = torch.arange(4) % 2 == 0 if any_sampled else torch.ones(4, dtype=torch.bool)
+        settings = {"temperature": temperature, "greedy": greedy, "uniforms": uniforms}
+        plain = selector_walk(**p, **settings, any_sampled=any_sampled)
+        tokens, q, feature = selector_walk_with_feature(**p, **settings, any_sampled=any_sampled)
+        assert torch.equal(tokens, plain[0])
+        assert torch.equal(q, plain[1])
+        expected = torch.zeros(4, 6, dtype=torch.float64)
+        for r in range(4):
+            before = p["anchors"][r]
+            for slot in range(6):
+                scores = p["scores"][r, slot].double() + p["successor_codebook"][
+                    p["ids"][r, slot]
+                ].double() @ (p["predecessor_codebook"][before].double() * p["projected"][r, slot].double())
+                probs = torch.softmax(scores / (1.0 if greedy[r] else temperature[r].double()), 0)
+                expected[r, slot] = torch.logit(probs.max())
+                before = tokens[r, slot]
+        torch.testing.assert_close(feature.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_feature_does_not_depend_on_the_slot_s_own_draw():
+    p = problem(1, 4, 6)
+    settings = {"temperature": torch.ones(1), "greedy": torch.tensor([False])}
+    uniforms = torch.tensor([[0.4, 0.01, 0.5, 0.5]])
+    tokens, _, feature = selector_walk_with_feature(**p, **settings, uniforms=uniforms)
+    uniforms[0, 1] = 0.99
+    others, _, changed = selector_walk_with_feature(**p, **settings, uniforms=uniforms)
+    assert tokens[0, 1] != others[0, 1]
+    assert torch.equal(feature[0, :2], changed[0, :2])
+    assert feature[0, 2] != changed[0, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-3])
+def test_feature_of_tiny_temperatures_is_clamped(temperature):
+    p = problem(1, 5, 6, scale=100.0)
+    for greedy in (True, False):
+        feature = selector_walk_with_feature(
+            **p,
+            temperature=torch.tensor([temperature]),
+            greedy=torch.tensor([greedy]),
+            uniforms=torch.rand(1, 5),
+        )[2]
+        assert feature.isfinite().all()
+        assert feature.abs().max() <= 40

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from .estimator import logit_of_largest
+
 MIN_TEMPERATURE = 1e-5  # below it a softmax over score differences overflows; such rows are greedy anyway
 
 
@@ -79,8 +81,40 @@ def selector_walk(
     mass, the others draw from `softmax(S / temperature)` over the K candidates by inverse CDF and store it. `q` is
     the distribution of the row that the realised predecessor selects; off the candidates it is zero.
     """
-    num_reqs, num_slots, k = ids.shape
     pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
+    return _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)[:2]
+
+
+def selector_walk_with_feature(
+    scores: Tensor,
+    ids: Tensor,
+    anchors: Tensor,
+    projected: Tensor,
+    predecessor_codebook: Tensor,
+    successor_codebook: Tensor,
+    temperature: Tensor,
+    greedy: Tensor,
+    uniforms: Tensor,
+    any_sampled: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`selector_walk`, and beside its two results the acceptance feature [R, g] float32 of every slot.
+
+    The feature is `logit(q_max)` (`logit_of_largest`) of the row that the realised predecessor selects, at the
+    request's temperature, and at 1 for greedy rows: from the softmax that their point mass replaced. It depends on
+    the tokens chosen before the slot and never on the slot's own.
+    """
+    pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
+    tokens, q, rows = _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)
+    realised = pairs.gather(2, rows)[:, :, 0]
+    divisor = temperature.clamp_min(MIN_TEMPERATURE).masked_fill(greedy, 1.0)
+    return tokens, q, logit_of_largest(realised, divisor[:, None])
+
+
+def _walk(
+    pairs: Tensor, ids: Tensor, temperature: Tensor, greedy: Tensor, uniforms: Tensor, any_sampled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, q, and the realised predecessor of each slot as a gather index into `pairs`, int64 [R, g, 1, K]."""
+    num_reqs, num_slots, k = ids.shape
     # The choice after every possible predecessor first, then the walk is one look-up per slot.
     best = pairs.argmax(dim=-1)
     if any_sampled:
@@ -99,8 +133,8 @@ def selector_walk(
     chosen = torch.cat(columns, dim=1)  # [R, g]: which of the K candidates
     tokens = ids.gather(2, chosen.unsqueeze(2)).squeeze(2)
     q = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).scatter_(2, chosen.unsqueeze(2), 1.0)
+    before = torch.cat((torch.zeros_like(chosen[:, :1]), chosen[:, :-1]), dim=1)
+    rows = before.view(num_reqs, num_slots, 1, 1).expand(-1, -1, 1, k)
     if any_sampled:
-        rows = torch.cat((torch.zeros_like(chosen[:, :1]), chosen[:, :-1]), dim=1)
-        realised = probs.gather(2, rows.view(num_reqs, num_slots, 1, 1).expand(-1, -1, 1, k)).squeeze(2)
-        q = torch.where(greedy.view(num_reqs, 1, 1), q, realised)
-    return tokens, q
+        q = torch.where(greedy.view(num_reqs, 1, 1), q, probs.gather(2, rows).squeeze(2))
+    return tokens, q, rows

@@ -1,0 +1,133 @@
+"""The online acceptance estimator: confidence for drafts that come without a trained head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashspark.kernels import estimator as kernel
+
+from .confidence import NUM_CLASSES, SETTLE_INTERVAL, Calibration, PredictionLog, Summary
+from .sampling import RowSampling
+
+logger = logging.getLogger(__name__)
+
+PRIOR_SLOPE, PRIOR_INTERCEPT = 0.0, 1.5  # 0.8176 everywhere: ranks nothing, yet gives a usable budget
+REFIT_INTERVAL = 100  # steps
+WARMUP_REFITS = 3
+
+
+class AcceptanceEstimator:
+    """A logistic model of acceptance, refit every `REFIT_INTERVAL` steps on the steps since the last refit.
+
+    The signal is `logit(q_max)` of the row each draft was drawn from (`selector_walk_with_feature`,
+    `logit_of_largest`). See `flashspark.kernels.estimator` for the model. Owns its coefficients and sums, which
+    are allocated once and updated in place on the caller's stream.
+    """
+
+    def __init__(
+        self,
+        max_reqs: int,
+        gamma: int,
+        device: torch.device,
+        per_class: bool = False,
+        refit_interval: int = REFIT_INTERVAL,
+        warmup_refits: int = WARMUP_REFITS,
+    ) -> None:
+        """`per_class`: greedy and sampled requests have coefficients of their own."""
+        num_classes = NUM_CLASSES if per_class else 1
+        self.gamma = gamma
+        self._per_class = per_class
+        self._refit_interval, self._warmup_refits = refit_interval, warmup_refits
+        self.slope = torch.full((num_classes,), PRIOR_SLOPE, device=device)
+        self.intercepts = torch.full((num_classes, gamma), PRIOR_INTERCEPT, device=device)
+        self._moments = torch.zeros(
+            num_classes, kernel.NUM_MOMENTS, gamma, dtype=torch.float64, device=device
+        )
+        self._num_observations = torch.zeros(num_classes, gamma, dtype=torch.float64, device=device)
+        self._log = PredictionLog(max_reqs, gamma, device)
+        self._calibration = Calibration(device)
+        self.num_steps = self.num_refits = 0  # steps that taught; both from host state, never from the device
+
+    @property
+    def is_ready(self) -> bool:
+        """See `ConfidenceSource`: after the first few refits, counted on the host."""
+        return self.num_refits >= self._warmup_refits
+
+    def assign(self, row: int, params: RowSampling, is_visible: bool = True) -> None:
+        """See `ConfidenceSource`."""
+        self._log.assign(row, params, is_visible)
+
+    def release(self, row: int) -> None:
+        """See `ConfidenceSource`."""
+        self._log.release(row)
+
+    def predict(self, rows: Tensor, signal: Tensor) -> Tensor:
+        """See `ConfidenceSource`; `signal` is the feature."""
+        classes = self._log.classes(rows) if self._per_class else None
+        confidence = kernel.predict(signal, classes, self.slope, self.intercepts)
+        self._log.put(rows, signal, confidence)
+        return confidence
+
+    def observe(
+        self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor
+    ) -> None:
+        """See `ConfidenceSource`. Steps of which nothing can be learned do not count."""
+        if not self._log.close(rows, row_list, num_accepted, verify_lens):
+            return
+        self.num_steps += 1
+        is_refit_due = self.num_steps % self._refit_interval == 0
+        if is_refit_due or self.num_steps % SETTLE_INTERVAL == 0:
+            self.settle()
+        if is_refit_due:
+            self._refit()
+
+    def settle(self) -> None:
+        """See `ConfidenceSource`."""
+        outcomes = self._log.drain()
+        if outcomes is None:
+            return
+        kernel.observe(
+            self._moments,
+            outcomes.signal,
+            outcomes.prediction,
+            outcomes.classes,
+            outcomes.num_accepted,
+            outcomes.verify_lens,
+            outcomes.teaches,
+        )
+        self._calibration.add(outcomes)
+
+    def summary(self) -> Summary:
+        """See `ConfidenceSource`. Lists have one entry per class: all requests, or greedy and sampled."""
+        seen = self._num_observations + self._moments[:, -1]
+        return {
+            "is_ready": self.is_ready,
+            "steps": self.num_steps,
+            "refits": self.num_refits,
+            "slope": self.slope.tolist(),
+            "intercepts": self.intercepts.tolist(),
+            "observations": seen.tolist(),
+            "checksum": self.checksum(),
+            **self._calibration.summary(),
+        }
+
+    def checksum(self) -> int:
+        """Of the coefficients' bits: equal on ranks that agree. Waits for the device."""
+        bits = torch.cat((self.slope, self.intercepts.flatten())).view(torch.int32).to(torch.int64)
+        return int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+
+    def _refit(self) -> None:
+        was_ready = self.is_ready
+        self._num_observations += self._moments[:, -1]
+        kernel.refit(self.slope, self.intercepts, self._moments)
+        self.num_refits += 1
+        if self.is_ready and not was_ready:
+            logger.info(
+                "Acceptance estimator: warm after %d refits in %d steps, verification may be trimmed from now on",
+                self.num_refits,
+                self.num_steps,
+            )
