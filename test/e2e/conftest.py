@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import Server, running_server, speculative
-from tiny_models import write_dflash2, write_target
+pytest.register_assert_rewrite("e2e.server")
 
-CONTEXT = 4096
+from e2e.server import CONTEXT, Server, running_server, speculative  # noqa: E402 - after the line above
+from tiny_models import write_dflash2, write_target  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import psutil
+import pytest
 
+CONTEXT = 4096  # of the tiny pair
+LONG = 3500  # output tokens that take the tiny pair many seconds
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
@@ -229,3 +232,35 @@ def frames(raw: bytes) -> list[Any]:
     assert all(part.startswith(b"data: ") and b"\n" not in part for part in parts), raw[:400]
     assert parts[-1] == b"data: [DONE]"
     return [json.loads(part.removeprefix(b"data: ")) for part in parts[:-1]]
+
+
+def send(server: Server, path: str, body: dict[str, Any], num_bytes: int | None = None) -> socket.socket:
+    """Sends a request (or only its first bytes) on a socket of its own and returns the open socket."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall((head.encode() + content)[:num_bytes])
+    return connection
+
+
+def check_statistics(meta: dict[str, Any], num_tokens: int) -> None:
+    """Every relation that holds between the verify numbers of one finished answer; none without speculation."""
+    assert meta["completion_tokens"] == num_tokens
+    if meta["speculation"]["mode"] == "off":
+        assert not [name for name in meta if name.startswith("spec_")]
+        return
+    steps, histogram = meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"]
+    accepted = meta["spec_num_correct_drafts"]
+    assert sum(histogram) == steps
+    assert sum(i * count for i, count in enumerate(histogram)) == accepted
+    # Each step gives its accepted drafts and one token more; only a stop inside the last block saves that one.
+    stopped = meta["finish_reason"]["type"] == "stop"
+    assert num_tokens - accepted in ({steps, steps - 1} if stopped else {steps})
+    assert accepted <= meta["spec_num_verified_drafts"] <= meta["spec_num_proposed_drafts"]
+    assert meta["spec_accept_length"] == pytest.approx(num_tokens / steps)
+    assert meta["spec_accepted_drafts"] == accepted
+    assert meta["spec_proposed_drafts"] == meta["spec_num_proposed_drafts"]
+    assert meta["spec_accept_histogram"] == histogram
+    proposed = meta["spec_num_proposed_drafts"]
+    assert meta["spec_accept_rate"] == pytest.approx(accepted / proposed if proposed else 0.0)

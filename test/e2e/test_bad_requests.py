@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from e2e.conftest import CONTEXT
-from e2e.server import Server, frames
+from e2e.server import CONTEXT, Server, frames
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 every_route = pytest.mark.parametrize("route", ROUTES)

@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from e2e.server import Server, frames, generate_body
-from e2e.test_http import check_statistics
+from e2e.server import Server, check_statistics, frames, generate_body
 from flashspark.demo import DEMO_MODELS
 from flashspark.text import TextTokenizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from e2e.server import Server, generate_body, poll, running_server, speculative
+from e2e.server import LONG, Server, generate_body, poll, running_server, send, speculative
 
-LONG = 3500
 OPENAI_BODY = {"model": "m", "max_tokens": LONG, "ignore_eos": True}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/generate": ("/generate", generate_body("left alone", max_new_tokens=LONG, ignore_eos=True)),
@@ -30,16 +28,6 @@ def narrow(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     flags = ["--max-running-requests", "2", "--max-total-tokens", "8192"]
     with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
         yield running
-
-
-def send(server: Server, path: str, body: dict[str, Any], num_bytes: int | None = None) -> socket.socket:
-    """Sends a request (or only its first bytes) on a socket of its own and returns the open socket."""
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    connection.sendall((head.encode() + content)[:num_bytes])
-    return connection
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:

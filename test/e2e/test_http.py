@@ -11,12 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.conftest import CONTEXT
-from e2e.server import Server, frames, generate_body, poll
+from e2e.server import CONTEXT, LONG, Server, check_statistics, frames, generate_body, poll
 from flashspark.args import ServerArgs
 
 GAMMA = 5  # of the tiny draft
-LONG = 3000  # tokens that take many seconds
 
 
 @pytest.fixture(autouse=True)
@@ -102,28 +100,6 @@ def test_one_choice_of_n_equals_its_single_twin(server: Server) -> None:
     options = {"max_new_tokens": 16, "temperature": 1, "sampling_seed": 11, "ignore_eos": True}
     three = server.generate("seeded", n=3, **options)
     assert three[0]["output_ids"] == server.generate("seeded", **options)["output_ids"]
-
-
-def check_statistics(meta: dict[str, Any], num_tokens: int) -> None:
-    """Every relation that holds between the verify numbers of one finished answer; none without speculation."""
-    assert meta["completion_tokens"] == num_tokens
-    if meta["speculation"]["mode"] == "off":
-        assert not [name for name in meta if name.startswith("spec_")]
-        return
-    steps, histogram = meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"]
-    accepted = meta["spec_num_correct_drafts"]
-    assert sum(histogram) == steps
-    assert sum(i * count for i, count in enumerate(histogram)) == accepted
-    # Each step gives its accepted drafts and one token more; only a stop inside the last block saves that one.
-    stopped = meta["finish_reason"]["type"] == "stop"
-    assert num_tokens - accepted in ({steps, steps - 1} if stopped else {steps})
-    assert accepted <= meta["spec_num_verified_drafts"] <= meta["spec_num_proposed_drafts"]
-    assert meta["spec_accept_length"] == pytest.approx(num_tokens / steps)
-    assert meta["spec_accepted_drafts"] == accepted
-    assert meta["spec_proposed_drafts"] == meta["spec_num_proposed_drafts"]
-    assert meta["spec_accept_histogram"] == histogram
-    proposed = meta["spec_num_proposed_drafts"]
-    assert meta["spec_accept_rate"] == pytest.approx(accepted / proposed if proposed else 0.0)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

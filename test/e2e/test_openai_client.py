@@ -13,8 +13,7 @@ import httpx
 import openai
 import pytest
 
-from e2e.conftest import CONTEXT
-from e2e.server import Server
+from e2e.server import CONTEXT, Server
 from flashspark.text import TextTokenizer
 from tiny_models import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 

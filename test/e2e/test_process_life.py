@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.server import Server, frames, generate_body, poll, running_server, speculative
+from e2e.server import LONG, Server, frames, generate_body, poll, running_server, speculative
 
-LONG = 3500
 Start = Callable[..., Server]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import Server, generate_body, running_server, speculative
-from e2e.test_disconnects import LONG, send
+from e2e.server import LONG, Server, generate_body, running_server, send, speculative
 
 POOL = 512
 CASES = ["/generate", "/v1/completions"]

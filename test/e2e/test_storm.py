@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.server import Server, frames, generate_body, running_server, speculative
-from e2e.test_http import check_statistics
+from e2e.server import Server, check_statistics, frames, generate_body, running_server, speculative
 
 NUM_CLIENTS = 32
 POOL_TOKENS = 768
