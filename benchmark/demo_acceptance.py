@@ -121,11 +121,12 @@ def measure_bits(args: argparse.Namespace, target: Any, device: torch.device) ->
     return figures
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]:
     """What ran the script."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
+    if commit is None:
+        git = ["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"]
+        found = subprocess.run(git, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() if found.returncode == 0 else "unknown"
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -135,7 +136,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "machine": f"{name}, {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
     }
 
 
@@ -157,6 +158,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--corpus", type=Path, default=ROOT / ".pair", help="folder of the built corpus, if any"
     )
+    parser.add_argument("--commit", help="the commit to record, where there is no repository to ask")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument(
@@ -181,7 +183,11 @@ def main() -> None:
     prompts, max_new = (prompts[:8], 64) if args.quick else (prompts, args.max_new)
     num_drafted = draft.shape.block_size - 1
     begin = time.monotonic()
-    results: dict[str, Any] = {"command": " ".join(sys.argv), **describe_machine(device), "max_new": max_new}
+    results: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        **describe_machine(device, args.commit),
+        "max_new": max_new,
+    }
     results["sha256"] = digests(args.demo)
     results["bits_per_byte"] = measure_bits(args, target, device)
     print(json.dumps(results["bits_per_byte"]), flush=True)
