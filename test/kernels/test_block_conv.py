@@ -6,6 +6,11 @@ import torch
 from flashspark.kernels.block_conv import block_conv, conv_coefficients
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def loop(y, base, delta, side):
     """`base` [2, taps, H], `delta` [R, B, 2, taps, G]."""
     num_reqs, width, hidden = y.shape

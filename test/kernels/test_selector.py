@@ -13,6 +13,11 @@ from flashspark.kernels.selector import (
 V, RANK = 40, 6
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def problem(num_reqs, num_slots, k, seed=0, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(V, generator=g)[:k] for _ in range(num_reqs * num_slots)])

@@ -13,6 +13,11 @@ HEADS, KV_HEADS, DIM = 6, 2, 8
 BACKEND = make_backend("torch_native")
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def attend(q, keys, values, visible):
     """One query [D] over the visible rows of [n, D], in float64."""
     weights = torch.softmax(keys[visible].double() @ q.double() / math.sqrt(DIM), 0)

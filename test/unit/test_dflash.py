@@ -26,6 +26,11 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("models") / "target", tokenizer=False)
