@@ -121,7 +121,7 @@ def draw(folders, draft: str | None, setting: dict, num_draws: int = NUM_DRAWS) 
     jobs = [Job(PROMPT, LENGTH, sampling={"ignore_eos": True} | setting) for _ in range(num_draws)]
     outputs = np.array([result.tokens for result in harness.run(jobs)])
     assert outputs.shape == (num_draws, LENGTH)
-    if draft:
+    if draft == "dflash2":
         assert harness.scheduler.totals["verify_steps"] < num_draws * LENGTH  # some drafts were accepted
     codes = (outputs * VOCAB ** np.arange(LENGTH - 1, -1, -1)).sum(1)
     return np.bincount(codes, minlength=VOCAB**LENGTH)
