@@ -207,9 +207,12 @@ class DraftConfig:
         """The same draft run in smaller blocks, `block_size` counted as in the family's files."""
         smallest = 1 if self.family == "dspark" else 2
         if not smallest <= block_size <= self.trained_block_size:
-            flag = "dspark-block-size" if self.family == "dspark" else "num-draft-tokens"
+            flag = f"--speculative-num-draft-tokens {block_size}"
+            if self.family == "dspark":
+                rows = f"--speculative-num-draft-tokens {block_size + 1}"
+                flag = f"--speculative-dspark-block-size {block_size} ({rows})"
             raise ModelFormatError(
-                f"--speculative-{flag} {block_size}: this draft{f' ({path})' if path else ''} was trained "
+                f"{flag}: this draft{f' ({path})' if path else ''} was trained "
                 f"for blocks of {self.trained_block_size}; choose {smallest} to {self.trained_block_size}"
             )
         return replace(self, block_size=block_size)

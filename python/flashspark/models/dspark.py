@@ -17,7 +17,8 @@ class MarkovHead:
     """Weights of the correction by the previous token; the walk is `kernels.markov_walk`.
 
     The gate of a gated head reads `[z; e]`, the joint projection of an rnn head `[s; e; z]`. Their parts for the
-    hidden state z are applied to all slots at once (`project`), the others inside the walk (`weights`).
+    hidden state z are applied to all slots at once (`project`), the others inside the walk (`weights`). None of them
+    is held in half precision: the walk takes them apart.
     """
 
     def __init__(
