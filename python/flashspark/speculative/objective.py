@@ -1,0 +1,82 @@
+"""The budget objective: how many drafts to verify for the most expected tokens per second. Pure functions.
+
+    S[r,k]   = c[r,0] · … · c[r,k]           probability that the prefix through draft k is accepted
+    tau(B)   = what the floors give + the B largest S left      expected tokens of the step
+    theta(B) = tau(B) / seconds(B)           expected tokens per second
+    B*       = argmax theta, the smallest if several
+
+Cost is a staircase, so theta has many hills, and every budget is looked at (after DSpark's published algorithm, which
+stops at the first descent instead, and SGLang's planner, which looks at all).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Drafts that a budget can buy, best first, and what the step gives without buying any."""
+
+    survivals: NDArray[np.float64]  # [m], falling
+    base_tokens: float  # expected tokens of the floors: every request's following token, and its paid drafts
+
+    def expected_tokens(self) -> NDArray[np.float64]:
+        """tau(B) for B = 0 … m, [m + 1]."""
+        tau = np.empty(len(self.survivals) + 1)
+        tau[0] = self.base_tokens
+        np.cumsum(self.survivals, out=tau[1:])
+        tau[1:] += self.base_tokens
+        return tau
+
+
+def fresh_rows(stored: NDArray[np.int64], current: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Rows whose confidence was written for their present owner; generation 0 was never handed out."""
+    return (stored == current) & (stored >= 1)
+
+
+def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """S, float32 [R, gamma]. Rows that are not fresh survive surely, so a new request verifies its full block.
+
+    NaN counts as 0 and everything else is clamped into [0, 1]: without that S could rise along a request, and the
+    drafts that rank highest would be no prefix.
+    """
+    clean = np.minimum(
+        np.fmax(confidence, np.float32(0.0)), np.float32(1.0)
+    )  # fmax takes the number beside a NaN
+    clean[~fresh] = 1.0
+    survival: NDArray[np.float32] = np.cumprod(clean, axis=1, dtype=np.float32)
+    return survival
+
+
+def candidates(
+    survival: NDArray[np.float32], floors: NDArray[np.int64], caps: NDArray[np.int64], eps: float
+) -> Candidates:
+    """What is for sale: block rows from each request's floor up to its cap, as far as they survive at all.
+
+    Draft k is block row k + 1, so the drafts for sale are k = floor - 1 … cap - 2. Those before are in the step
+    anyway and count as its base; SGLang sells both those and the ones past the cap.
+    """
+    before = _drafts_before_row(survival.shape[1])
+    paid = before[floors]
+    for_sale = before[caps] & (survival >= eps)
+    for_sale &= ~paid
+    base = len(survival) + float(survival[paid].sum(dtype=np.float64))
+    ranked = survival[for_sale]
+    ranked.sort()
+    return Candidates(ranked[::-1].astype(np.float64), base)
+
+
+def best_budget(tau: NDArray[np.float64], seconds: NDArray[np.float64]) -> int:
+    """argmax of tau / seconds over every budget 0 … len(tau) - 1; the first, so the smallest, if several."""
+    return int(np.argmax(tau / seconds[: len(tau)]))
+
+
+@lru_cache(maxsize=8)
+def _drafts_before_row(gamma: int) -> NDArray[np.bool_]:
+    """[gamma + 2, gamma]: whether draft k lies before block row L. Taking rows of it is cheaper than comparing."""
+    return np.arange(gamma) < np.arange(gamma + 2)[:, None] - 1

@@ -1,0 +1,381 @@
+"""The verify planner: from lagged confidence and a cost table to one host integer, the budget of the step.
+
+Runs on the host before the step's drafts exist, over plain arrays: nothing here asks a device. Everything it looks
+at is the same on every tensor-parallel rank, and so is what it answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost_table import (
+    BudgetPrices,
+    CostCorrection,
+    CostTable,
+    LookupRule,
+    PlainStepCosts,
+    SpsCostTable,
+    price_budgets,
+)
+from .objective import Candidates, best_budget, candidates, fresh_rows, survivals
+from .plan_stages import (
+    DraftFreeRule,
+    DraftFreeState,
+    StageRecord,
+    draft_free_choice,
+    fairness_floors,
+    gain_guard,
+    pinned_budget,
+    seeded_floors,
+    skipped,
+    tier_fill,
+    trimming_is_idle,
+)
+from .relay import LAG, RelayedConfidence
+from .tiers import BucketTiers, TierGrid, TierKey
+
+STAGES = (
+    "seeded floors",
+    "fairness floor",
+    "pin",
+    "confidence",
+    "small batch",
+    "table",
+    "argmax",
+    "gain guard",
+    "tier fill",
+    "draft-free",
+)
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """What is fixed for the life of a planner. Lengths count block rows, the anchor included."""
+
+    gamma: int
+    min_verify_len: int = 1
+    max_verify_len: int = 0  # 0: the full block
+    survival_eps: float = 1e-6
+    min_gain: float = 0.02
+    min_drafts_every: int = 0  # steps; 0: off
+    trim_without_table: bool = False  # cap-accept: a flat table instead of none
+    lookup_rule: LookupRule = LookupRule.PAD_UP
+    draft_free: DraftFreeRule | None = field(default_factory=DraftFreeRule)  # None: always draft
+
+    def __post_init__(self) -> None:
+        if self.gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {self.gamma}")
+        longest = self.gamma + 1 if self.max_verify_len == 0 else self.max_verify_len
+        if not 0 <= self.min_verify_len <= longest <= self.gamma + 1:
+            raise ValueError(
+                f"0 <= min_verify_len <= max_verify_len <= {self.gamma + 1}, "
+                f"got {self.min_verify_len} and {self.max_verify_len}"
+            )
+        for name in ("survival_eps", "min_gain", "min_drafts_every"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+    @property
+    def floor(self) -> int:
+        """Rows every request gets for free."""
+        return max(self.min_verify_len, 1)
+
+    @property
+    def longest(self) -> int:
+        """Most rows a request may verify, Lmax."""
+        return self.max_verify_len or self.gamma + 1
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """The batch as the planner sees it, host arrays only; replicated on every rank. R requests, at least one."""
+
+    relayed: RelayedConfidence | None  # None: nothing old enough was published yet
+    generations: NDArray[np.int64]  # [R], of the rows now
+    caps: NDArray[np.int64]  # [R], most rows each request can use this step, 1 … W
+    seeded: NDArray[np.bool_]  # [R], sampled with an explicit seed
+    num_steps_without_draft: NDArray[np.int64]  # [R], drafted steps in a row that verified the anchor alone
+
+
+@dataclass(frozen=True)
+class VerifyBudget:
+    """How much the step verifies, known on the host before it starts.
+
+    `budget` None means not planned, which is not 0: nothing planned verifies everything, a budget of 0 the floors.
+    """
+
+    budget: int | None  # drafts above the floors
+    full: bool  # every request verifies up to its cap: no allocation needed
+    num_tokens: int  # rows, an upper bound of the sum of verify lengths
+    tier: TierKey | None  # None: past the grid or without one, the step runs unpadded
+
+    @property
+    def num_tokens_run(self) -> int:
+        """Rows that really run, padding included."""
+        return self.num_tokens if self.tier is None else self.tier.num_tokens
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """Why the plan is what it is: one entry per name in `STAGES`, and the numbers. None where nothing was predicted."""
+
+    stages: tuple[StageRecord, ...]
+    num_fresh: int
+    num_candidates: int
+    argmax_budget: int | None
+    expected_tokens: float | None  # tau of the step as it runs
+    predicted_step_seconds: float | None
+    predicted_theta: float | None
+    full_theta: float | None
+    plain_theta: float | None
+    table_step_seconds: float | None  # the table's own price, before correction
+    lag_steps: int = LAG
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one step. `floors` and `caps` go to the allocator with the budget."""
+
+    verify: VerifyBudget
+    draft: bool  # False: a draft-free step, every request verifies its anchor
+    floors: NDArray[np.int64]  # [R]
+    caps: NDArray[np.int64]  # [R]
+    record: PlanRecord
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The argmax and what it compared."""
+
+    best: int
+    tau: NDArray[np.float64]
+    prices: BudgetPrices  # of every budget up to the full one
+
+    def expected_tokens(self, budget: int) -> float:
+        return float(self.tau[min(budget, len(self.tau) - 1)])
+
+    def theta(self, budget: int) -> float:
+        return self.expected_tokens(budget) / float(self.prices.seconds[budget])
+
+
+class VerifyPlanner:
+    """Owns the table, its correction, the pin and the draft-free hysteresis; everything else is a function."""
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        table: CostTable | None,
+        grid: TierGrid | None = None,
+        plain_costs: PlainStepCosts | None = None,
+        correction: CostCorrection | None = None,
+        plain_correction: CostCorrection | None = None,
+    ) -> None:
+        """
+        Args:
+            table: None, or a table with a single probe, verifies everything (unless `trim_without_table`).
+            grid: the tiers steps are padded to; None prices rows as they are.
+            plain_costs: without it no draft-free step is taken.
+            correction, plain_correction: of the table over rows, of `plain_costs` over requests.
+        """
+        if grid is not None and grid.rule.width != settings.gamma + 1:
+            raise ValueError(f"the grid's width is {grid.rule.width}, the block's {settings.gamma + 1}")
+        self.settings, self.grid, self.plain_costs = settings, grid, plain_costs
+        self.correction, self.plain_correction = correction, plain_correction
+        if (table is None or table.is_uninitialized) and settings.trim_without_table:
+            table = SpsCostTable.uninitialized(1)
+        elif table is not None and table.is_uninitialized:
+            table = None
+        self.table = table
+        self.pinned_fraction: float | None = None
+        self._draft_free = DraftFreeState()
+
+    def pin(self, fraction: float | None) -> None:
+        """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"a pinned fraction lies in (0, 1], got {fraction}")
+        self.pinned_fraction = fraction
+        self._draft_free = DraftFreeState()
+
+    def plan(self, batch: PlanInput) -> Plan:
+        """Plans one decode step. Deterministic in its inputs and the planner's own past."""
+        settings = self.settings
+        num_reqs = len(batch.caps)
+        caps = np.minimum(batch.caps, settings.longest)
+        floors, seeded = seeded_floors(np.minimum(caps, settings.floor), caps, batch.seeded)
+        floors, fairness = fairness_floors(
+            floors, caps, batch.num_steps_without_draft, settings.min_drafts_every
+        )
+        num_free = int(floors.sum())
+        max_budget = int(caps.sum()) - num_free
+        columns = settings.longest - settings.floor
+        pinned, pin = pinned_budget(self.pinned_fraction, num_reqs, columns, max_budget)
+        builder = _Builder(floors, caps, num_free, max_budget, self.grid, [seeded, fairness, pin])
+        if pinned is not None:
+            return self._without_prices(builder, pinned, "pinned")
+        if self.grid is not None and builder.tiers is None:
+            return self._without_prices(builder, None, "batch past the grid")
+        if batch.relayed is None:
+            return self._without_prices(builder, None, "no confidence old enough")
+        fresh = fresh_rows(batch.relayed.generations, batch.generations)
+        builder.num_fresh = int(fresh.sum())
+        builder.add(StageRecord("confidence", True, False, "lagged"))
+        survival = survivals(batch.relayed.confidence, fresh)
+        ranked = candidates(survival, floors, caps, settings.survival_eps)
+        return self._priced_plan(builder, ranked, num_reqs, bool((batch.seeded & (caps > 1)).any()))
+
+    def observe_step(self, plan: Plan, measured_seconds: float) -> None:
+        """Feeds the correction with what a planned step took; rank 0's time on every rank."""
+        priced = plan.record.table_step_seconds
+        correction = self.correction if plan.draft else self.plain_correction
+        if correction is not None and priced is not None:
+            num_tokens = plan.verify.num_tokens_run if plan.draft else plan.verify.num_tokens
+            correction.observe(num_tokens, priced, measured_seconds)
+
+    def _priced_plan(self, builder: _Builder, ranked: Candidates, num_reqs: int, any_seeded: bool) -> Plan:
+        """The stages from the small-batch rule on."""
+        settings, full = self.settings, builder.max_budget
+        builder.num_candidates = len(ranked.survivals)
+        idle, small_batch = trimming_is_idle(builder.tiers, builder.num_free, full)
+        builder.add(small_batch)
+        if self.table is None:
+            return self._without_prices(builder, full, "no cost table")
+        builder.add(StageRecord("table", True, False, "priced"))
+        priced = self._price(builder, ranked, num_reqs)
+        budget = full
+        if idle:
+            for name in ("argmax", "gain guard", "tier fill"):
+                builder.add(skipped(name, small_batch.reason))
+        else:
+            budget = builder.argmax_budget = priced.best
+            builder.add(StageRecord("argmax", True, budget < full, "trims" if budget < full else "keeps all"))
+            budget, guard = gain_guard(
+                budget, priced.theta(budget), full, priced.theta(full), settings.min_gain
+            )
+            builder.add(guard)
+            budget, fill = tier_fill(budget, builder.num_free, full, builder.tiers)
+            builder.add(fill)
+        builder.full_theta = priced.theta(full)
+        plain = self._draft_free_stage(builder, num_reqs, priced.theta(budget), any_seeded)
+        if plain is not None:
+            return plain
+        builder.expected_tokens = priced.expected_tokens(budget)
+        builder.predicted_step_seconds = float(priced.prices.seconds[budget])
+        builder.table_step_seconds = float(priced.prices.table_seconds[budget])
+        return builder.build(budget)
+
+    def _price(self, builder: _Builder, ranked: Candidates, num_reqs: int) -> _Priced:
+        assert self.table is not None
+        prices = price_budgets(
+            self.table,
+            num_reqs,
+            builder.num_free,
+            builder.max_budget,
+            builder.tiers,
+            self.settings.lookup_rule,
+            self.correction,
+        )
+        tau = ranked.expected_tokens()
+        return _Priced(best_budget(tau, prices.seconds), tau, prices)
+
+    def _draft_free_stage(
+        self, builder: _Builder, num_reqs: int, drafted_theta: float, any_seeded: bool
+    ) -> Plan | None:
+        """A draft-free plan if that is what wins; otherwise None, and the stage is in the record either way."""
+        reason = None
+        if self.settings.draft_free is None:
+            reason = "switched off"
+        elif self.plain_costs is None:
+            reason = "no price for a plain step"
+        elif any_seeded:
+            reason = "a seeded request needs its drafts"
+        if reason is not None or self.settings.draft_free is None or self.plain_costs is None:
+            self._draft_free = DraftFreeState()
+            builder.add(skipped("draft-free", reason or "switched off"))
+            return None
+        table_seconds = seconds = self.plain_costs.step_seconds(num_reqs)
+        if self.plain_correction is not None:
+            seconds *= float(self.plain_correction.factors(np.array([num_reqs]))[0])
+        builder.plain_theta = num_reqs / seconds
+        plain, self._draft_free, record = draft_free_choice(
+            self.settings.draft_free, self._draft_free, builder.plain_theta, drafted_theta
+        )
+        builder.add(record)
+        if not plain:
+            return None
+        builder.expected_tokens, builder.predicted_step_seconds = float(num_reqs), seconds
+        builder.table_step_seconds = table_seconds
+        return builder.build_plain()
+
+    def _without_prices(self, builder: _Builder, budget: int | None, reason: str) -> Plan:
+        """A plan that looked at no price: the stages not asked so far are skipped for the same reason."""
+        self._draft_free = DraftFreeState()
+        for name in STAGES[len(builder.stages) :]:
+            builder.add(skipped(name, reason))
+        return builder.build(budget)
+
+
+class _Builder:
+    """Gathers one plan: the batch's token counts, the stages so far, and the numbers for the record."""
+
+    def __init__(
+        self,
+        floors: NDArray[np.int64],
+        caps: NDArray[np.int64],
+        num_free: int,
+        max_budget: int,
+        grid: TierGrid | None,
+        stages: list[StageRecord],
+    ) -> None:
+        self.floors, self.caps, self.num_free, self.max_budget = floors, caps, num_free, max_budget
+        self.tiers: BucketTiers | None = grid.tiers(len(caps)) if grid is not None else None
+        self._plain_key = grid.plain_key(len(caps)) if grid is not None else None
+        self.stages = stages
+        self.num_fresh = self.num_candidates = 0
+        self.argmax_budget: int | None = None
+        self.expected_tokens: float | None = None
+        self.predicted_step_seconds: float | None = None
+        self.full_theta: float | None = None
+        self.plain_theta: float | None = None
+        self.table_step_seconds: float | None = None
+
+    def add(self, record: StageRecord) -> None:
+        assert record.name == STAGES[len(self.stages)], record
+        self.stages.append(record)
+
+    def build(self, budget: int | None) -> Plan:
+        num_tokens = self.num_free + (self.max_budget if budget is None else budget)
+        verify = VerifyBudget(
+            budget=budget,
+            full=budget is None or budget >= self.max_budget,
+            num_tokens=num_tokens,
+            tier=self._tier(num_tokens),
+        )
+        return Plan(verify, True, self.floors, self.caps, self._record())
+
+    def build_plain(self) -> Plan:
+        anchors = np.ones_like(self.caps)
+        verify = VerifyBudget(budget=0, full=True, num_tokens=len(anchors), tier=self._plain_key)
+        return Plan(verify, False, anchors, anchors, self._record())
+
+    def _tier(self, num_tokens: int) -> TierKey | None:
+        if self.tiers is None:
+            return None
+        return TierKey(self.tiers.num_slots, self.tiers.round_up(num_tokens))
+
+    def _record(self) -> PlanRecord:
+        seconds, tokens = self.predicted_step_seconds, self.expected_tokens
+        return PlanRecord(
+            stages=tuple(self.stages),
+            num_fresh=self.num_fresh,
+            num_candidates=self.num_candidates,
+            argmax_budget=self.argmax_budget,
+            expected_tokens=tokens,
+            predicted_step_seconds=seconds,
+            predicted_theta=tokens / seconds if tokens is not None and seconds is not None else None,
+            full_theta=self.full_theta,
+            plain_theta=self.plain_theta,
+            table_step_seconds=self.table_step_seconds,
+        )
