@@ -31,7 +31,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TokenizerLoadError(f"{path} is not readable JSON: {error}") from error
+        raise TokenizerLoadError(
+            f"{path} is not readable JSON ({error}); was it written completely?"
+        ) from error
     if not isinstance(value, dict):
         raise TokenizerLoadError(f"{path} does not hold a JSON object")
     return value
