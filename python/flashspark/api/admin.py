@@ -114,6 +114,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     """Every resolved flag, the engine's limits, and its live state."""
     flags = {key: value for key, value in context.args.to_dict().items() if key not in _SECRET_ARGS}
     ready = context.ready
+    tiers = _fixed_tiers(ready.info.get("verify_request_buckets"))
     try:
         state = await context.engine.state()
     except (EngineDead, TimeoutError, asyncio.TimeoutError):
@@ -121,6 +122,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     internal = {
         **flags,
         **ready.info,
+        **tiers,
         "context_length": ready.context_length,
         "effective_max_running_requests_per_dp": ready.max_running_requests,
         "memory_usage": {"token_capacity": ready.max_total_num_tokens},
@@ -130,6 +132,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     body = {
         **flags,
         **ready.info,
+        **tiers,
         "launch_command": context.launch_command,
         "status": context.status,
         "max_total_num_tokens": ready.max_total_num_tokens,
@@ -146,6 +149,14 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         "internal_states": [internal],
     }
     return json_response(body)
+
+
+def _fixed_tiers(buckets: Any) -> dict[str, Any]:
+    """What scripts that profile a server want to know of its graphs: whether steps run in fixed shapes, and which."""
+    if not isinstance(buckets, list) or not buckets:
+        return {}
+    decode = {"backend": "full", "bs": buckets, "max_bs": buckets[-1]}
+    return {"disable_cuda_graph": False, "cuda_graph_config": {"decode": decode}}
 
 
 async def get_load(request: Request, context: ServerContext) -> Response:

@@ -12,6 +12,7 @@ from flashspark.speculative.sampling import SamplingRows
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
+from .adaptive_build import Info, build_adaptive, read_inputs
 from .scheduler import Scheduler, SchedulerLimits
 
 DEFAULT_CHUNKED_PREFILL_SIZE = 2048  # on a CPU: one chunk stays well under a second for a small model
@@ -25,6 +26,7 @@ def build_scheduler(
     Raises:
         ValueError: what cannot be served, with the remedy.
     """
+    inputs = read_inputs(args)
     engine = build_engine(_engine_options(args))
     tokenizer = (
         None if args.skip_tokenizer_init else TextTokenizer.load(args.tokenizer_path or args.model_path)
@@ -34,6 +36,7 @@ def build_scheduler(
     runner = engine.runner
     sampling = SamplingRows(max_running_requests, runner.target.config.vocab_size, runner.device)
     worker = SpeculativeWorker(runner, sampling, make_drafter(runner))
+    worker.adaptive, verification = build_adaptive(args, inputs, engine, worker)
     limits = SchedulerLimits(
         context_length=engine.context_length,
         max_running_requests=max_running_requests,
@@ -44,7 +47,7 @@ def build_scheduler(
     )
     eos_token_ids = list(tokenizer.eos_token_ids) if tokenizer else []
     scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed)
-    return scheduler, _ready(engine, worker, limits, eos_token_ids)
+    return scheduler, _ready(engine, worker, limits, eos_token_ids, verification)
 
 
 def _engine_options(args: ServerArgs) -> EngineOptions:
@@ -74,7 +77,11 @@ def _prefill_budget(args: ServerArgs) -> int:
 
 
 def _ready(
-    engine: Engine, worker: SpeculativeWorker, limits: SchedulerLimits, eos_token_ids: list[int]
+    engine: Engine,
+    worker: SpeculativeWorker,
+    limits: SchedulerLimits,
+    eos_token_ids: list[int],
+    verification: Info,
 ) -> SchedulerReady:
     runner = engine.runner
     of_dspark = runner.draft is not None and runner.draft.config.algorithm == "DSPARK"
@@ -93,5 +100,6 @@ def _ready(
             "speculative_dspark_block_size": worker.gamma if of_dspark else None,
             "kv_bytes_per_token": engine.capacity.bytes_per_token,
             "kv_capacity_reason": engine.capacity.reason,
+            **verification,
         },
     )

@@ -61,7 +61,8 @@ class SchedulerService:
             case AbortRequest():
                 self._scheduler.abort(message.request_ids, message.message)
             case StateRequest():
-                self._channel.send(StateReply(message.query_id, dict(self._scheduler.state())))
+                state = {**self._scheduler.state(), **self._scheduler.verification_state()}
+                self._channel.send(StateReply(message.query_id, state))
             case Shutdown():
                 self._stopping = True
 
@@ -101,7 +102,9 @@ def main() -> int:
     try:
         try:
             scheduler, ready = build_scheduler(args, channel.send)
-        except ValueError as error:  # a folder, a draft or a limit that cannot be served: the message says it all
+        except (
+            ValueError
+        ) as error:  # a folder, a draft or a limit that cannot be served: the message says it all
             logger.debug("building the scheduler failed", exc_info=True)
             channel.send(SchedulerFailed(str(error)))
             return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -118,14 +119,21 @@ class DFlash2Drafter(DFlashDrafter):
         return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs, signal=feature)
 
 
-def make_confidence_source(runner: ModelRunner, max_reqs: int) -> ConfidenceSource | None:
+def has_confidence_head(runner: ModelRunner) -> bool:
+    """Whether the draft predicts its own acceptance, so that a calibration file means something."""
+    return isinstance(runner.draft, DSparkDraft) and runner.draft.confidence is not None
+
+
+def make_confidence_source(
+    runner: ModelRunner, max_reqs: int, temperatures: Sequence[float] | None = None
+) -> ConfidenceSource | None:
     """What turns the drafter's signal into confidence: the draft's own head, or the online estimator.
 
-    None for a draft without a signal (DFlash v1), and without a draft.
+    None for a draft without a signal (DFlash v1), and without a draft. `temperatures` [gamma] calibrate a head.
     """
     draft = runner.draft
-    if isinstance(draft, DSparkDraft) and draft.confidence is not None:
-        return HeadConfidence(max_reqs, [1.0] * draft.config.gamma, runner.device)
+    if draft is not None and has_confidence_head(runner):
+        return HeadConfidence(max_reqs, temperatures or [1.0] * draft.config.gamma, runner.device)
     if isinstance(draft, DSparkDraft | DFlash2Draft):
         return AcceptanceEstimator(max_reqs, draft.config.gamma, runner.device)
     return None
