@@ -28,7 +28,12 @@ from flashspark.speculative.cost_table import (
 )
 from flashspark.speculative.drafter import has_confidence_head, make_confidence_source
 from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
-from flashspark.speculative.startup_table import BUDGET_SECONDS, StepTimer, measure_tables
+from flashspark.speculative.startup_table import (
+    BUDGET_SECONDS,
+    CONTEXT_TOKENS,
+    StepTimer,
+    measure_tables,
+)
 from flashspark.speculative.table_cache import FORMAT, Fingerprint, StoredTables, TableCache, cache_folder
 from flashspark.speculative.tiers import TierGrid, TierRule, spaced
 from flashspark.speculative.worker import SpeculativeWorker
@@ -230,7 +235,7 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
         "device": device_fingerprint(runner.device),
         "attention": runner.verify_backend.name,
         "page size": args.page_size,
-        "context": min(engine.context_length, engine.capacity.num_tokens),
+        "context": min(CONTEXT_TOKENS, engine.context_length - worker.width),
         "tiers": f"{rule.max_num_reqs} requests, finest {rule.finest_reqs} and {rule.finest_tokens}, 1/{rule.relative}",
         "tensor parallel": args.tp_size,
         "versions": version_fingerprint(),

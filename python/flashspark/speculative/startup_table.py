@@ -38,6 +38,7 @@ NUM_WARM_UP_SHAPES = 4
 BUDGET_SHARES = (0.0, 0.25, 0.5, 1.0)  # of the drafts of a batch
 SHARES_OF_LARGE_BATCHES = (0.0, 0.5, 1.0)  # where a step costs most and rows lie far apart anyway
 LARGE_BATCH = 16
+NUM_ALWAYS = 3  # corners: the smallest batch's
 CORNER_TIME = 4.0  # times the budget
 
 
@@ -166,7 +167,7 @@ class Measurement:
 
     samples: list[StepSample]
     num_left_out: int  # shapes
-    num_rounds: int
+    num_rounds: int  # complete ones
 
 
 def measure_steps(
@@ -179,7 +180,7 @@ def measure_steps(
     """Times the shapes in rounds, so that a slow second of the machine hits all of them, until the time is up.
 
     In the first round, shapes that do not fit are left out: first those between the corners of the table, which may
-    take `CORNER_TIME` times the budget. A round is begun only if it is likely to end in time.
+    take `CORNER_TIME` times the budget. The smallest batch is always measured.
     """
     started = clock()
     progress = _Progress(clock)
@@ -189,27 +190,25 @@ def measure_steps(
     rows_run: dict[Shape, int] = {}
     times: dict[Shape, list[float]] = {}
     num_left_out, per_row = 0, 0.0
-    round_started = clock()
     for shape in [*corners, *(shape for shape in shapes if shape not in corners)]:
         limit = budget_seconds * (CORNER_TIME if shape in corners else 1.0)
-        if clock() - started + per_row * shape.num_rows > limit:
+        if len(times) >= NUM_ALWAYS and clock() - started + per_row * shape.num_rows > limit:
             num_left_out += 1
             continue
         rows_run[shape], seconds = run(shape)
         times[shape], per_row = [seconds], seconds / shape.num_rows
         progress(1, len(times), len(shapes))
-    round_seconds = clock() - round_started
-    num_rounds = 1
-    while num_rounds < max_rounds and clock() - started + round_seconds <= budget_seconds:
-        for i, shape in enumerate(times):
-            times[shape].append(run(shape)[1])
-            progress(num_rounds + 1, i + 1, len(times))
-        num_rounds += 1
+    for i in range(len(times), max_rounds * len(times)):
+        shape = list(times)[i % len(times)]
+        if clock() - started + times[shape][-1] > budget_seconds:
+            break
+        times[shape].append(run(shape)[1])
+        progress(i // len(times) + 1, i % len(times) + 1, len(times))
     samples = [
         StepSample(shape.num_reqs, rows_run[shape], shape.budget is not None, tuple(seconds))
         for shape, seconds in times.items()
     ]
-    return Measurement(samples, num_left_out, num_rounds)
+    return Measurement(samples, num_left_out, min(len(sample.seconds) for sample in samples))
 
 
 def corners_of(shapes: Sequence[Shape]) -> list[Shape]:
