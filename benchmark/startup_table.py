@@ -29,7 +29,7 @@ from flashspark.speculative.tiers import TierGrid, TierRule
 
 def held_out_shapes(max_reqs: int, gamma: int) -> list[Shape]:
     """Batch sizes between those that are measured, a third and three quarters of their drafts."""
-    batches = [n for n in (3, 6, 12, 24, 40) if n <= max_reqs]
+    batches = [n for n in (5, 7, 10, 20, 28, 40) if n <= max_reqs]
     return [Shape(n, int(share * n * gamma)) for n in batches for share in (1 / 3, 3 / 4)]
 
 

@@ -251,3 +251,26 @@ def test_correction_by_step_times(folders, tmp_path, args, corrects):
     assert (state["cost_table_corrections"] > 0) is corrects
     assert state["ragged_verify_mode"] == args.get("mode", "compact")
     assert 1 <= state["avg_spec_cap_length"] <= 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("draft", ["dflash2", "dspark", "headless"])
+def test_trimmed_from_flags_the_greedy_text_is_the_static_one(folders, tmp_path, draft, mode):
+    steep = SpsCostTable(tuple(range(1, 25)), tuple(1000.0 / (2 + n) for n in range(1, 25)), 24)
+    path = write(tmp_path / "table.json", steep.to_json())
+    jobs = [Job([5 + 3 * i, 9 + i] * (1 + 4 * i), 30, arrive=2 * i) for i in range(6)]
+    expected = [result.tokens for result in build(folders, draft, "static").run(jobs)]
+    harness = build(
+        folders,
+        draft,
+        mode,
+        speculative_dspark_sps_table_path=path,
+        speculative_min_drafts_every=3,
+        disable_cost_table_correction=True,
+    )
+    if draft != "dspark":
+        harness._worker.adaptive.source.num_refits = 100  # the head needs no warm-up
+    results = harness.run(jobs)
+    assert [result.tokens for result in results] == expected
+    assert harness.scheduler.totals["trimmed_steps"] > 0
+    assert all(sum(result.stats.verify_histogram) == result.stats.num_verify_steps for result in results)

@@ -54,12 +54,13 @@ def timer_of(harness: Harness, finest_tokens=1, context_length=512) -> StepTimer
 
 def test_shapes_reach_from_one_plain_row_to_a_full_batch():
     shapes = shapes_to_measure(48, 7)
-    assert {shape.num_reqs for shape in shapes} == {1, 2, 4, 8, 16, 32, 48}
+    assert {shape.num_reqs for shape in shapes} == {1, 2, 3, 4, 6, 8, 12, 16, 32, 48}
     assert shapes[0] == Shape(1, None)
     assert shapes[-1] == Shape(48, 336)
     assert [shape.budget for shape in shapes if shape.num_reqs == 8] == [None, 0, 14, 28, 56]
     assert [shape.budget for shape in shapes if shape.num_reqs == 48] == [None, 0, 168, 336]
-    assert len(set(shapes)) == len(shapes) == 32
+    assert [shape.budget for shape in shapes if shape.num_reqs == 6] == [None, 0, 21, 42]
+    assert len(set(shapes)) == len(shapes) == 44
     corners = corners_of(shapes)
     assert corners[:3] == [Shape(1, None), Shape(1, 0), Shape(1, 7)]
     assert corners[-3:] == [Shape(48, None), Shape(48, 0), Shape(48, 336)]
@@ -131,9 +132,9 @@ def test_nothing_is_left_of_the_measurement(folders, draft, small_pool):
     assert harness._worker.adaptive is None
     harness.assert_everything_is_free()
     assert fitted.table.m_probes[-1] == MAX_REQS * (GAMMA + 1)
-    assert fitted.table.bs_probes == (1, 2, 4, 6)
+    assert fitted.table.bs_probes == (1, 2, 3, 4, 6)
     assert fitted.plain is not None and min(fitted.plain.seconds) > 0
-    assert {s.num_reqs for s in measured.samples if not s.has_draft} == {1, 2, 4, 6}
+    assert {s.num_reqs for s in measured.samples if not s.has_draft} == {1, 2, 3, 4, 6}
     jobs = [Job([5 + i] * 9, 12, sampling={"temperature": 0.8}) for i in range(8)]
     assert [r.tokens for r in harness.run(jobs)] == [r.tokens for r in untouched.run(jobs)]
 
