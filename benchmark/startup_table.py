@@ -22,7 +22,7 @@ import torch
 from flashspark.args import ServerArgs
 from flashspark.engine.fingerprint import device_fingerprint
 from flashspark.scheduler.build import build_scheduler
-from flashspark.speculative.drafter import make_confidence_source
+from flashspark.speculative.drafter import make_scratch_source
 from flashspark.speculative.startup_table import Shape, StepTimer, measure_tables
 from flashspark.speculative.tiers import TierGrid, TierRule
 
@@ -60,9 +60,9 @@ def main() -> None:
     scheduler, ready = build_scheduler(args, lambda output: None)
     worker, max_reqs = scheduler._worker, options.num_reqs
     grid = TierGrid(TierRule(worker.width, max_reqs))
-    source = make_confidence_source(worker.runner, max_reqs)
-    if source is None or worker.drafter is None:
+    if worker.drafter is None or not worker.drafter.has_signal:
         parser.error("the draft has no confidence, so there is nothing to measure for")
+    source = make_scratch_source(worker.runner, max_reqs)
     clock = time.thread_time if options.cpu_time else time.perf_counter
     timer = StepTimer(worker.runner, worker.drafter, source, grid, max_reqs, ready.context_length, clock)
     started = time.monotonic()

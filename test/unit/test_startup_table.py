@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashspark.speculative.drafter import make_confidence_source
+from flashspark.speculative.drafter import make_scratch_source
 from flashspark.speculative.startup_table import (
     CONTEXT_TOKENS,
     CORNER_TIME,
@@ -17,7 +17,6 @@ from flashspark.speculative.startup_table import (
     StepTimer,
     corners_of,
     measure_steps,
-    measure_tables,
     shapes_to_measure,
 )
 from flashspark.speculative.table_fit import fit_tables
@@ -48,7 +47,7 @@ def harness_of(folders, draft="dflash2", **args) -> Harness:
 def timer_of(harness: Harness, finest_tokens=1, context_length=512) -> StepTimer:
     worker = harness._worker
     grid = TierGrid(TierRule(GAMMA + 1, MAX_REQS, finest_tokens=finest_tokens))
-    source = make_confidence_source(worker.runner, MAX_REQS)
+    source = make_scratch_source(worker.runner, MAX_REQS)
     return StepTimer(worker.runner, worker.drafter, source, grid, MAX_REQS, context_length)
 
 
@@ -116,8 +115,9 @@ def test_a_slow_machine_measures_the_corners(slowness):
 
 @pytest.mark.parametrize("draft", ["dflash2", "dspark"])
 @pytest.mark.parametrize("small_pool", [False, True])
-def test_nothing_is_left_of_the_measurement(folders, draft, small_pool):
+def test_nothing_is_left_of_the_measurement(folders, draft, small_pool, caplog):
     """Rows, pages and K/V are bit for bit as before, and so is what a server then says."""
+    caplog.set_level(logging.INFO)
     args = {"max_total_tokens": 96} if small_pool else {}
     harness, untouched = (harness_of(folders, draft, **args) for _ in range(2))
     runner = harness._worker.runner
@@ -127,10 +127,13 @@ def test_nothing_is_left_of_the_measurement(folders, draft, small_pool):
     rows.page_table[2, :3] = torch.tensor([5, 4, 3])  # what an earlier owner left
     rows.context_lens[2], rows.anchors[2] = 7, 9
     before = [tensor.clone() for tensor in tensors]
-    fitted, measured = measure_tables(timer_of(harness), MAX_REQS, GAMMA, 0.5)
+    with timer_of(harness) as timer:  # on any machine every shape, twice
+        measured = measure_steps(timer.run, shapes_to_measure(MAX_REQS, GAMMA), 120.0, max_rounds=2)
+    fitted = fit_tables(measured.samples, MAX_REQS, MAX_REQS * (GAMMA + 1))
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
     assert harness._worker.adaptive is None
     harness.assert_everything_is_free()
+    assert "Acceptance estimator: warm" not in caplog.text
     assert fitted.table.m_probes[-1] == MAX_REQS * (GAMMA + 1)
     assert fitted.table.bs_probes == (1, 2, 3, 4, 6)
     assert fitted.plain is not None and min(fitted.plain.seconds) > 0

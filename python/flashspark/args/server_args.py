@@ -147,7 +147,9 @@ class ServerArgs:
     )
     disable_radix_cache: bool = flag(False, "no prefix cache (there is none yet)")
     disable_overlap_schedule: bool = flag(False, "synchronous step loop (the only one yet)")
-    enable_deterministic_inference: bool = flag(False, "per-request seeds (always honoured)")
+    enable_deterministic_inference: bool = flag(
+        False, "per-request seeds (always honoured); step times correct no cost table"
+    )
     min_free_slots_delay: int | None = neutral(None, 1, help="prefill batching")
 
     # Device

@@ -26,7 +26,7 @@ from flashspark.speculative.cost_table import (
     SpsCostTable,
     load_cost_table,
 )
-from flashspark.speculative.drafter import has_confidence_head, make_confidence_source
+from flashspark.speculative.drafter import has_confidence_head, make_confidence_source, make_scratch_source
 from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
 from flashspark.speculative.startup_table import (
     BUDGET_SECONDS,
@@ -187,8 +187,8 @@ def _costs(
         return _Costs(stored.table, stored.plain, f"cache {cache.path}")
     started = time.monotonic()
     runner, max_reqs = engine.runner, grid.rule.max_num_reqs
-    scratch = make_confidence_source(runner, max_reqs)
-    assert scratch is not None and worker.drafter is not None  # refused before
+    assert worker.drafter is not None  # refused before
+    scratch = make_scratch_source(runner, max_reqs)
     logger.info("step costs: measuring them, %.0f s at most (kept for the next start)", BUDGET_SECONDS)
     try:
         timer = StepTimer(runner, worker.drafter, scratch, grid, max_reqs, engine.context_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -137,6 +138,15 @@ def make_confidence_source(
     if isinstance(draft, DSparkDraft | DFlash2Draft):
         return AcceptanceEstimator(max_reqs, draft.config.gamma, runner.device)
     return None
+
+
+def make_scratch_source(runner: ModelRunner, max_reqs: int) -> ConfidenceSource:
+    """A source that costs what the serving one costs, for synthetic requests: whatever it learns, it is never ready."""
+    source = make_confidence_source(runner, max_reqs)
+    assert source is not None, "the draft has no confidence"
+    if isinstance(source, AcceptanceEstimator):
+        return AcceptanceEstimator(max_reqs, source.gamma, runner.device, warmup_refits=sys.maxsize)
+    return source
 
 
 def make_drafter(runner: ModelRunner) -> Drafter | None:
