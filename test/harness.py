@@ -15,6 +15,9 @@ from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, Samplin
 from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.request import Request
 from flashspark.scheduler.scheduler import Scheduler
+from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
+from flashspark.speculative.drafter import make_confidence_source
+from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
 from flashspark.speculative.types import DraftBlock
 
 NEAR_TIE = 1e-4  # float32: a difference is excused only where the plain run's best two logits are closer
@@ -68,6 +71,19 @@ class Harness:
         result.finish, result.stats = output.finish, output.speculative
         result.num_retractions = output.num_retractions
 
+    def make_adaptive(self, mode: VerifyMode, table=None, grid=None, **settings) -> AdaptiveVerifier:
+        """Switches to cap-accept or compact, with a source of confidence as a server would choose it."""
+        worker, max_reqs = self._worker, self.scheduler.limits.max_running_requests
+        source = make_confidence_source(worker.runner, max_reqs)
+        assert source is not None
+        planner = VerifyPlanner(
+            PlannerSettings(worker.gamma, trim_without_table=mode is VerifyMode.CAP_ACCEPT, **settings),
+            table,
+            grid,
+        )
+        worker.adaptive = AdaptiveVerifier(mode, planner, source, max_reqs, worker.runner.device)
+        return worker.adaptive
+
     def request_in_row(self, row: int) -> Request:
         """Who decodes in `row` now."""
         return next(r for r in self.scheduler.residency.residents if r.row == row)
@@ -116,6 +132,8 @@ def algorithm_of(draft: Path | str) -> str:
 class ScriptedDrafter:
     """A draft that knows the future (`shift` 0), or is always wrong (`shift` not 0)."""
 
+    has_signal = False
+
     def __init__(
         self, harness: Harness, gamma: int, continuation: dict[tuple[int, ...], list[int]], shift: int
     ):
@@ -123,7 +141,12 @@ class ScriptedDrafter:
         self._vocab_size = harness.ready.vocab_size
 
     def propose(
-        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+        self,
+        rows: Tensor,
+        greedy: Tensor,
+        temperature: Tensor,
+        uniforms: Tensor | None,
+        with_signal: bool = False,
     ) -> DraftBlock:
         """See `Drafter`."""
         blocks = []

@@ -68,6 +68,7 @@ class Request:
     num_drafted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    num_steps_without_draft: int = 0  # drafted steps in a row that verified the anchor alone
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
 
@@ -100,6 +101,12 @@ class Request:
         """Most rows a step may verify. Never more than it may still emit, so no step runs past its last position."""
         return min(self.gamma + 1, self.num_remaining)
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether its output must not depend on how much of its blocks is verified."""
+        sampling = self.message.sampling
+        return sampling.seed is not None and not self.row_sampling().is_greedy
+
     def row_sampling(self) -> RowSampling:
         """Its settings as the device side wants them."""
         sampling = self.message.sampling
@@ -118,8 +125,17 @@ class Request:
             stop_ids=sorted(self.stop_checker.stop_ids),
         )
 
-    def append_step(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Takes what a verify step committed, cut at the first stop. Returns what was kept and the reason if any."""
+    def append_step(
+        self, tokens: list[int], verify_len: int, num_drafted: int
+    ) -> tuple[list[int], FinishReason | None]:
+        """Takes what a verify step committed, cut at the first stop. Returns what was kept and the reason if any.
+
+        `verify_len` of its rows were verified, anchor included, of `num_drafted` drafts that were proposed.
+        """
+        self.num_drafted += num_drafted
+        self.num_verified += verify_len - 1
+        waits = num_drafted > 0 and verify_len == 1
+        self.num_steps_without_draft = self.num_steps_without_draft + 1 if waits else 0
         kept: list[int] = []
         finish = None
         for token in tokens:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 
-from flashspark.engine.request_rows import RequestRows
-from flashspark.speculative.sampling import SamplingRows
+from flashspark.speculative.worker import SpeculativeWorker
 
 from .kv_pages import PageAllocator, num_pages_for
 from .request import Request
@@ -20,11 +19,9 @@ class Residency:
     request ends.
     """
 
-    def __init__(
-        self, request_rows: RequestRows, sampling: SamplingRows, max_running_requests: int, num_pages: int
-    ) -> None:
-        self._request_rows, self._sampling = request_rows, sampling
-        self._page_size = request_rows.page_size
+    def __init__(self, worker: SpeculativeWorker, max_running_requests: int, num_pages: int) -> None:
+        self._worker, self._request_rows = worker, worker.runner.request_rows
+        self._page_size = self._request_rows.page_size
         self._free_rows = list(range(max_running_requests - 1, -1, -1))
         self.max_running_requests = max_running_requests
         self.allocator = PageAllocator(num_pages)
@@ -79,7 +76,7 @@ class Residency:
     def release(self, request: Request) -> None:
         """Gives up row and pages of a resident."""
         self.residents.remove(request)
-        self._sampling.release(request.row)
+        self._worker.release(request.row)
         self.allocator.free(request.pages)
         self._free_rows.append(request.row)
         request.row, request.pages = -1, []
@@ -94,7 +91,9 @@ class Residency:
         # The anchor is the last known token, whether the prompt's or, after a retraction, the output's.
         self._request_rows.set_context(request.row, 0, request.tokens[-1])
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-        self._sampling.assign(request.row, request.row_sampling(), prompt, output, request.num_verify_steps)
+        self._worker.assign(
+            request.row, request.row_sampling(), prompt, output, request.num_verify_steps, request.gamma > 0
+        )
 
     def _cover(self, request: Request) -> bool:
         """Extends the pages over the next step; False if the request itself had to give way."""

@@ -9,12 +9,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
+from flashspark.speculative.planner import Plan
 from flashspark.speculative.types import StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
@@ -57,9 +58,7 @@ class Scheduler:
     ) -> None:
         self.limits, self._worker, self._send = limits, worker, send
         self._eos_token_ids, self._tokenizer = frozenset(eos_token_ids), tokenizer
-        self.residency = Residency(
-            worker.runner.request_rows, worker.sampling, limits.max_running_requests, limits.num_pages
-        )
+        self.residency = Residency(worker, limits.max_running_requests, limits.num_pages)
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self._random_seed = random_seed
@@ -111,15 +110,13 @@ class Scheduler:
         self.residency.admit()
         num_prefill_tokens = self._prefill()
         running = self.residency.grow([r for r in self.residency.residents if r.is_decodable])
-        num_output_tokens, num_verify_tokens = self._decode(running) if running else (0, 0)
+        record = self._decode(running) if running else StepRecord()
         self.num_steps += 1
         self.records.append(
-            StepRecord(
+            replace(
+                record,
                 forward_ct=self.num_steps,
-                num_reqs=len(running),
                 num_prefill_tokens=num_prefill_tokens,
-                num_verify_tokens=num_verify_tokens,
-                num_output_tokens=num_output_tokens,
                 step_ms=(time.perf_counter() - started) * 1e3,
             )
         )
@@ -192,19 +189,23 @@ class Scheduler:
             self._worker.runner.request_rows.set_context(request.row, request.context_len, request.tokens[-1])
         return self.limits.chunked_prefill_size - budget
 
-    def _decode(self, running: list[Request]) -> tuple[int, int]:
-        """One verify step of `running`. Returns the tokens put out and the rows verified."""
+    def _decode(self, running: list[Request]) -> StepRecord:
+        """One verify step of `running`; its part of the turn's record."""
         row_list = [request.row for request in running]
         cap_list = [request.verify_cap for request in running]
-        rows, caps = torch.tensor(row_list), torch.tensor(cap_list)
-        device = self._worker.runner.device
-        accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list))
+        rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
+        plan = self._plan(running, row_list, cap_list)
+        started = time.perf_counter()
+        accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan))
         tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
+        lens = accepted.verify_lens.tolist()
+        if plan is not None and self._worker.adaptive is not None:
+            self._worker.adaptive.planner.observe_step(plan, time.perf_counter() - started)
         num_output_tokens = 0
-        for request, cap, row_tokens, count in zip(running, cap_list, tokens, num_tokens, strict=True):
-            request.num_drafted += request.gamma if cap > 1 else 0
-            request.num_verified += cap - 1
-            kept, finish = request.append_step(row_tokens[:count])
+        drafts = plan is None or plan.draft
+        for i, request in enumerate(running):
+            num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
+            kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
             num_output_tokens += len(kept)
             self.totals["verify_steps"] += 1
             if finish is None:
@@ -213,7 +214,24 @@ class Scheduler:
                 self.totals["finished"] += 1
                 self._end(request, kept, finish)
         self.totals["output_tokens"] += num_output_tokens
-        return num_output_tokens, sum(cap_list)
+        return StepRecord(
+            num_reqs=len(running),
+            num_verify_tokens=sum(lens),
+            num_rows_run=accepted.num_rows_run,
+            num_output_tokens=num_output_tokens,
+            plan=plan,
+        )
+
+    def _plan(self, running: list[Request], row_list: list[int], cap_list: list[int]) -> Plan | None:
+        """How much of each block to verify; None in static mode, where that is not a question."""
+        if self._worker.adaptive is None:
+            return None
+        return self._worker.adaptive.plan(
+            row_list,
+            cap_list,
+            [request.is_seeded for request in running],
+            [request.num_steps_without_draft for request in running],
+        )
 
     def _end(self, request: Request, token_ids: list[int], finish: FinishReason) -> None:
         """Frees what the request holds, then says so: a client that hears it may count on the capacity."""

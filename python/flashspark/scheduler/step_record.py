@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashspark.speculative.planner import Plan
+
 
 @dataclass(frozen=True)
 class StepRecord:
     """What one turn of the loop did. `forward_ct` rises by one per turn."""
 
-    forward_ct: int
-    num_reqs: int  # requests that decoded
-    num_prefill_tokens: int
-    num_verify_tokens: int  # packed rows the target verified
-    num_output_tokens: int
-    step_ms: float
+    forward_ct: int = 0
+    num_reqs: int = 0  # requests that decoded
+    num_prefill_tokens: int = 0
+    num_verify_tokens: int = 0  # sum of the verify lengths
+    num_rows_run: int = 0  # packed rows that the target ran, padding included
+    num_output_tokens: int = 0
+    step_ms: float = 0.0
+    plan: Plan | None = None  # None in static mode, and where nothing decoded
 
 
 def decode_log_line(

@@ -57,4 +57,4 @@ def accept(
 
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
-    return Accepted(tokens=tokens, num_tokens=num_accepted + 1)
+    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0])

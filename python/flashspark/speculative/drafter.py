@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.kernels.selector import selector_walk, top_candidates
+from flashspark.kernels.selector import selector_walk, selector_walk_with_feature, top_candidates
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.dflash2 import DFlash2Draft
 from flashspark.models.dspark import DSparkDraft
 
+from .confidence import ConfidenceSource, HeadConfidence
 from .dspark import DSparkDrafter
+from .estimator import AcceptanceEstimator
 from .types import DraftBlock
 
 
@@ -21,9 +23,15 @@ class Drafter(Protocol):
     """Proposes `gamma` tokens after the anchor of each request."""
 
     gamma: int
+    has_signal: bool  # whether a block can come with the signal that confidence is made of
 
     def propose(
-        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+        self,
+        rows: Tensor,
+        greedy: Tensor,
+        temperature: Tensor,
+        uniforms: Tensor | None,
+        with_signal: bool = False,
     ) -> DraftBlock:
         """Drafts for `rows` int64 [R].
 
@@ -31,6 +39,7 @@ class Drafter(Protocol):
             greedy: bool [R], rows whose draft is an argmax.
             temperature: float32 [R], 1 for greedy rows.
             uniforms: float64 [R, gamma], one per draft; None when every row is greedy.
+            with_signal: fill `DraftBlock.signal`, where `has_signal`.
         """
         ...
 
@@ -38,13 +47,20 @@ class Drafter(Protocol):
 class DFlashDrafter:
     """DFlash v1: every masked row's argmax, at any temperature, so q is a point mass."""
 
+    has_signal = False
+
     def __init__(self, runner: ModelRunner, draft: DFlashDraft) -> None:
         self._runner, self._draft = runner, draft
         self._forbidden_ids = torch.tensor([draft.config.mask_token_id], device=runner.device)
         self.gamma = draft.config.gamma
 
     def propose(
-        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+        self,
+        rows: Tensor,
+        greedy: Tensor,
+        temperature: Tensor,
+        uniforms: Tensor | None,
+        with_signal: bool = False,
     ) -> DraftBlock:
         """See `Drafter`; neither temperature nor noise plays a part."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
@@ -61,19 +77,29 @@ class DFlashDrafter:
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """DFlash2: the selector walks the rows' candidates left to right and draws from its own scores."""
+    """DFlash2: the selector walks the rows' candidates left to right and draws from its own scores.
+
+    The signal is logit(q_max) of the row that each token was drawn from.
+    """
+
+    has_signal = True
 
     def __init__(self, runner: ModelRunner, draft: DFlash2Draft) -> None:
         super().__init__(runner, draft)
         self._selector = draft.selector
 
     def propose(
-        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+        self,
+        rows: Tensor,
+        greedy: Tensor,
+        temperature: Tensor,
+        uniforms: Tensor | None,
+        with_signal: bool = False,
     ) -> DraftBlock:
         """See `Drafter`."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
         ids, scores = self._candidates(hidden, self._selector.top_k)
-        tokens, probs = selector_walk(
+        walk = (
             scores,
             ids,
             self._runner.request_rows.anchors[rows],
@@ -83,9 +109,26 @@ class DFlash2Drafter(DFlashDrafter):
             temperature,
             greedy,
             scores[..., 0] if uniforms is None else uniforms,  # nobody reads noise when every row is greedy
-            any_sampled=uniforms is not None,
+            uniforms is not None,
         )
-        return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs)
+        if not with_signal:
+            tokens, probs = selector_walk(*walk)
+            return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs)
+        tokens, probs, feature = selector_walk_with_feature(*walk)
+        return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs, signal=feature)
+
+
+def make_confidence_source(runner: ModelRunner, max_reqs: int) -> ConfidenceSource | None:
+    """What turns the drafter's signal into confidence: the draft's own head, or the online estimator.
+
+    None for a draft without a signal (DFlash v1), and without a draft.
+    """
+    draft = runner.draft
+    if isinstance(draft, DSparkDraft) and draft.confidence is not None:
+        return HeadConfidence(max_reqs, [1.0] * draft.config.gamma, runner.device)
+    if isinstance(draft, DSparkDraft | DFlash2Draft):
+        return AcceptanceEstimator(max_reqs, draft.config.gamma, runner.device)
+    return None
 
 
 def make_drafter(runner: ModelRunner) -> Drafter | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
+from flashspark.kernels.estimator import logit_of_largest
 from flashspark.kernels.markov_walk import MarkovWalk, markov_walk
 from flashspark.models.dspark import DSparkDraft
 
@@ -15,8 +16,12 @@ from .types import DraftBlock
 class DSparkDrafter:
     """DSpark: every token drawn from the softmax of its slot's logits, corrected by the token before it.
 
-    A batch of greedy requests alone proposes point masses; as soon as one draws, q is the whole vocabulary's.
+    A batch of greedy requests alone proposes point masses; as soon as one draws, q is the whole vocabulary's. The
+    signal is the confidence head's raw logit; without a head, logit(q_max) of the corrected logits at the request's
+    temperature.
     """
+
+    has_signal = True
 
     def __init__(self, runner: ModelRunner, draft: DSparkDraft) -> None:
         self._runner, self._draft = runner, draft
@@ -25,18 +30,34 @@ class DSparkDrafter:
         self.gamma = draft.config.gamma
 
     def propose(
-        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+        self,
+        rows: Tensor,
+        greedy: Tensor,
+        temperature: Tensor,
+        uniforms: Tensor | None,
+        with_signal: bool = False,
     ) -> DraftBlock:
         """See `Drafter`."""
-        walk = self.walk(rows, greedy, temperature, uniforms)
+        walk, z = self.walk(rows, greedy, temperature, uniforms)
+        signal = self._signal(walk, z, rows, temperature) if with_signal else None
         if walk.probs is not None:
-            return DraftBlock(tokens=walk.tokens, candidate_ids=None, candidate_probs=walk.probs)
+            return DraftBlock(walk.tokens, candidate_ids=None, candidate_probs=walk.probs, signal=signal)
         ids = walk.tokens[..., None]
         ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
-        return DraftBlock(tokens=walk.tokens, candidate_ids=ids, candidate_probs=ones)
+        return DraftBlock(walk.tokens, candidate_ids=ids, candidate_probs=ones, signal=signal)
 
-    def walk(self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None) -> MarkovWalk:
-        """The drafts with their corrected logits, before they are made a block. Arguments as of `Drafter`.
+    def _signal(self, walk: MarkovWalk, z: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
+        if self._draft.confidence is None:
+            return logit_of_largest(walk.logits, temperature[:, None])  # 1 for greedy rows, as it should be
+        anchors = self._runner.request_rows.anchors[rows, None]
+        return self._draft.confidence_logits(z, torch.cat((anchors, walk.tokens[:, :-1]), dim=1))
+
+    def walk(
+        self, rows: Tensor, greedy: Tensor, temperature: Tensor, uniforms: Tensor | None
+    ) -> tuple[MarkovWalk, Tensor]:
+        """The drafts with their corrected logits, before they are made a block, and z [R, gamma, H] of their slots.
+
+        Arguments as of `Drafter`.
 
         The last gamma rows of the block are the slots: all of them, or all but the anchor's.
         """
@@ -46,7 +67,7 @@ class DSparkDrafter:
         logits = self._draft.scale_logits(target.logits(by_slot.flatten(0, 1)))
         markov = self._draft.markov
         projected = None if markov is None else markov.project(by_slot)
-        return markov_walk(
+        walk = markov_walk(
             logits.view(self.gamma, rows.shape[0], -1).transpose(0, 1),
             self._runner.request_rows.anchors[rows],
             self._markov,
@@ -56,3 +77,4 @@ class DSparkDrafter:
             uniforms,
             self._forbidden_ids,
         )
+        return walk, z

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from flashspark.attention.interface import RaggedQueries
 
+from .planner import Plan
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -20,6 +22,7 @@ class StepBatch:
     row_list: list[int]
     verify_caps: Tensor  # int64 [R], most rows this step may verify: 1 … W
     cap_list: list[int]
+    plan: Plan | None = None  # None: static, every request verifies up to its cap
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,16 @@ class DraftBlock:
     tokens: Tensor  # int64 [R, gamma]
     candidate_ids: Tensor | None  # int64 [R, gamma, K]; None: every token is a candidate, in order, K = V
     candidate_probs: Tensor  # float32 [R, gamma, K]
+    # float32 [R, gamma], what confidence is made of (`ConfidenceSource`); None where nobody asked, or none exists.
+    signal: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RaggedLayout:
-    """The packed verify rows. Row i of request r is packed row `queries.qo_indptr[r] + i`."""
+    """The packed verify rows. Row i of request r is packed row `queries.qo_indptr[r] + i`.
+
+    Rows from `queries.qo_indptr[-1]` on are padding up to a tier: id 0 at position 0, written to the scratch slot.
+    """
 
     input_ids: Tensor  # int64 [M]
     queries: RaggedQueries
@@ -49,3 +57,5 @@ class Accepted:
 
     tokens: Tensor  # int64 [R, W]
     num_tokens: Tensor  # int64 [R], 1 … W
+    verify_lens: Tensor  # int64 [R], rows that could be accepted: num_tokens is at most that
+    num_rows_run: int  # packed rows that the target ran, padding included

@@ -2,66 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
 
 from .accept import accept
+from .adaptive import AdaptiveVerifier, VerifyMode
 from .drafter import Drafter
 from .layout import pack
-from .sampling import SamplingRows, StepSampling
-from .types import Accepted, DraftBlock, StepBatch
+from .sampling import RowSampling, SamplingRows, StepSampling
+from .types import Accepted, DraftBlock, RaggedLayout, StepBatch
 
 
 class SpeculativeWorker:
-    """Drives draft, layout, verify, accept and commit over the runner's requests."""
+    """Drives draft, allocate, layout, verify, accept and commit over the runner's requests.
 
-    def __init__(self, runner: ModelRunner, sampling: SamplingRows, drafter: Drafter | None) -> None:
-        self.runner, self.sampling, self.drafter = runner, sampling, drafter
+    `adaptive` None is static verification: every request verifies as much of its block as its cap allows.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampling: SamplingRows,
+        drafter: Drafter | None,
+        adaptive: AdaptiveVerifier | None = None,
+    ) -> None:
+        self.runner, self.sampling, self.drafter, self.adaptive = runner, sampling, drafter, adaptive
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
 
+    def assign(
+        self,
+        row: int,
+        params: RowSampling,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        step_index: int,
+        speculates: bool,
+    ) -> None:
+        """A request takes `row`; see `SamplingRows.assign`. `speculates`: whether anything is drafted for it."""
+        self.sampling.assign(row, params, prompt_ids, output_ids, step_index)
+        if self.adaptive is not None:
+            self.adaptive.assign(row, params, speculates)
+
+    def release(self, row: int) -> None:
+        """The request in `row` has left."""
+        self.sampling.release(row)
+        if self.adaptive is not None:
+            self.adaptive.release(row)
+
     @torch.inference_mode()
     def decode(self, batch: StepBatch) -> Accepted:
-        """Runs one step and commits it on the device; the caller handles the tokens on the host.
-
-        Static verification: every request verifies as much of its block as its cap allows.
-        """
+        """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         rows, request_rows = batch.rows, self.runner.request_rows
         step = self.sampling.begin_step(rows, batch.row_list, self.width)
-        draft = self._draft(batch, step)
-        verify_lens = batch.verify_caps
-        layout = pack(request_rows, rows, draft.tokens, verify_lens, sum(batch.cap_list))
+        members = self._who_drafts(batch)
+        draft = self._draft(batch, step, members)
+        verify_lens, layout = self._lay_out(batch, draft, members)
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
         accepted = accept(logits, layout, draft, verify_lens, rows, context_lens, self.sampling, step)
+        if self.adaptive is not None and members:
+            self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
         self._commit(rows, step, accepted)
         return accepted
 
-    def _draft(self, batch: StepBatch, step: StepSampling) -> DraftBlock:
-        """Drafts for the requests that can use it; the others get an empty block."""
-        num_reqs = len(batch.row_list)
-        members = [i for i, cap in enumerate(batch.cap_list) if cap > 1]
+    def _who_drafts(self, batch: StepBatch) -> list[int]:
+        """Batch indices of the requests that can use drafts in this step."""
+        if self.drafter is None or (batch.plan is not None and not batch.plan.draft):
+            return []
+        return [i for i, cap in enumerate(batch.cap_list) if cap > 1]
+
+    def _lay_out(
+        self, batch: StepBatch, draft: DraftBlock, members: list[int]
+    ) -> tuple[Tensor, RaggedLayout]:
+        """Verify lengths and the packed rows. What may be accepted and what is computed differ in cap-accept."""
+        request_rows, rows, plan = self.runner.request_rows, batch.rows, batch.plan
+        if plan is None or self.adaptive is None:
+            caps = batch.verify_caps
+            return caps, pack(request_rows, rows, draft.tokens, caps, sum(batch.cap_list))
+        confidence = self._publish(batch, draft, members) if members else None
+        lens = self.adaptive.verify_lens(plan, confidence)
+        if self.adaptive.mode is VerifyMode.COMPACT:
+            num_rows = plan.verify.num_tokens_run
+            padded = not plan.verify.full or num_rows > plan.verify.num_tokens
+            return lens, pack(request_rows, rows, draft.tokens, lens, num_rows, padded)
+        if not plan.draft:
+            return lens, pack(request_rows, rows, draft.tokens, lens, plan.verify.num_tokens)
+        caps = batch.verify_caps
+        return lens, pack(request_rows, rows, draft.tokens, caps, sum(batch.cap_list))
+
+    def _publish(self, batch: StepBatch, draft: DraftBlock, members: list[int]) -> Tensor:
+        """Confidence [R, gamma] of the step's drafts, on its way to later plans; 0 where nothing was drafted."""
+        assert self.adaptive is not None and draft.signal is not None
+        if len(members) == len(batch.row_list):
+            return self.adaptive.publish(batch.rows, batch.row_list, draft.signal)
+        index = torch.tensor(members, device=batch.rows.device)
+        confidence = torch.zeros_like(draft.signal)
+        member_rows = [batch.row_list[i] for i in members]
+        confidence[index] = self.adaptive.publish(batch.rows[index], member_rows, draft.signal[index])
+        return confidence
+
+    def _draft(self, batch: StepBatch, step: StepSampling, members: list[int]) -> DraftBlock:
+        """Drafts for `members`; the others get an empty block."""
+        num_reqs, device = len(batch.row_list), batch.rows.device
         uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         if self.drafter is None or not members:
-            return _empty_block(num_reqs, self.gamma, 1, batch.rows.device, dense=False)
+            return _empty_block(num_reqs, self.gamma, 1, device, dense=False)
+        with_signal = self.adaptive is not None
         if len(members) == num_reqs:
-            return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms)
-        index = torch.tensor(members, device=batch.rows.device)
+            return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms, with_signal)
+        index = torch.tensor(members, device=device)
         some = self.drafter.propose(
             batch.rows[index],
             step.greedy[index],
             step.temperature[index],
             None if uniforms is None else uniforms[index],
+            with_signal,
         )
         num_candidates, dense = some.candidate_probs.shape[2], some.candidate_ids is None
-        block = _empty_block(num_reqs, self.gamma, num_candidates, batch.rows.device, dense)
+        block = _empty_block(num_reqs, self.gamma, num_candidates, device, dense)
         block.tokens[index] = some.tokens
         if block.candidate_ids is not None and some.candidate_ids is not None:
             block.candidate_ids[index] = some.candidate_ids
         block.candidate_probs[index] = some.candidate_probs
-        return block
+        if some.signal is None:
+            return block
+        signal = torch.zeros(num_reqs, self.gamma, device=device)
+        signal[index] = some.signal
+        return replace(block, signal=signal)
 
     def _commit(self, rows: Tensor, step: StepSampling, accepted: Accepted) -> None:
         """Moves lengths, anchors and penalty counts on; K/V of the committed rows is in place already."""

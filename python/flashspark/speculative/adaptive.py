@@ -1,0 +1,96 @@
+"""Adaptive verification as one object: plans each step, turns confidence into verify lengths, learns from outcomes.
+
+The worker asks for lengths and hands back outcomes; what the confidence comes from is the source's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashspark.kernels.allocate import allocate
+
+from .confidence import ConfidenceSource
+from .planner import Plan, PlanInput, VerifyPlanner
+from .relay import ConfidenceRelay, RowGenerations
+from .sampling import RowSampling
+
+
+class VerifyMode(Enum):
+    """What a plan changes: nothing, what may be accepted, or also what is computed."""
+
+    STATIC = "static"
+    CAP_ACCEPT = "cap-accept"
+    COMPACT = "compact"
+
+
+class AdaptiveVerifier:
+    """Owns the planner, the relay, the source of confidence and the rows' generations. One per worker."""
+
+    def __init__(
+        self,
+        mode: VerifyMode,
+        planner: VerifyPlanner,
+        source: ConfidenceSource,
+        max_reqs: int,
+        device: torch.device,
+    ) -> None:
+        assert mode is not VerifyMode.STATIC, "static verification plans nothing"
+        self.mode, self.planner, self.source = mode, planner, source
+        self._relay = ConfidenceRelay(max_reqs, source.gamma, device)
+        self._generations = RowGenerations(max_reqs)
+        self._eps = planner.settings.survival_eps
+        self._device = device
+
+    def assign(self, row: int, params: RowSampling, speculates: bool) -> None:
+        """A request takes `row`; what was known of its last owner is stale from here on."""
+        self._generations.renew(row)
+        self.source.assign(row, params, is_visible=speculates)
+
+    def release(self, row: int) -> None:
+        """The request in `row` has left."""
+        self.source.release(row)
+
+    def plan(
+        self,
+        row_list: Sequence[int],
+        caps: Sequence[int],
+        seeded: Sequence[bool],
+        num_steps_without_draft: Sequence[int],
+    ) -> Plan:
+        """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
+        relayed = self._relay.resolve(row_list) if self.source.is_ready else None
+        return self.planner.plan(
+            PlanInput(
+                relayed=relayed,
+                generations=self._generations.of(row_list),
+                caps=np.asarray(caps, dtype=np.int64),
+                seeded=np.asarray(seeded, dtype=np.bool_),
+                num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
+            )
+        )
+
+    def publish(self, rows: Tensor, row_list: Sequence[int], signal: Tensor) -> Tensor:
+        """Confidence [R, gamma] of the blocks just drafted for `rows`; its relay to the host starts here."""
+        confidence = self.source.predict(rows, signal)
+        self._relay.publish(rows, row_list, confidence, self._generations.of(row_list))
+        return confidence
+
+    def verify_lens(self, plan: Plan, confidence: Tensor | None) -> Tensor:
+        """Spends the plan's budget on the step's own confidence [R, gamma]: rows to verify, int64 [R].
+
+        `confidence` is None where nothing was drafted; the plan then leaves nothing to share out.
+        """
+        caps = self._on_device(plan.caps)
+        if plan.verify.full or confidence is None:
+            return caps
+        assert plan.verify.budget is not None, "a plan without a budget verifies everything"
+        return allocate(confidence, plan.verify.budget, self._on_device(plan.floors), caps, self._eps)
+
+    def _on_device(self, lens: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(lens).to(self._device)
