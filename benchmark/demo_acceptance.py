@@ -12,9 +12,9 @@ token, at --max-new tokens, or when a period of at most 32 tokens has been repea
 Bits per byte are measured on held-out files of the running interpreter's standard library, which anyone has, and, where
 `scripts/train_demo_pair.py corpus` has been run, on all held-out files of the corpus.
 
-For DSpark the confidence head is measured instead: temperatures per position (STS) are fitted on the verify steps of
-every other prompt, the calibration error of the survival is that of the other prompts, before and after. `--sts`
-writes the temperatures as a file that the server takes.
+For DSpark the confidence head is measured instead: how well it ranks, and the calibration error of its survival without
+and with the temperatures (STS) in the draft's folder. `--fit-sts` fits those first, at temperature 0, on other prompts
+from held-out files; it needs the corpus.
 """
 
 from __future__ import annotations
@@ -152,47 +152,12 @@ def command_line() -> str:
     return " ".join(word for i, word in enumerate(words) if i not in hidden)
 
 
-def calibrate(runs: dict[str, list[decode.Trace]], num_prompts: int) -> dict[str, Any]:
-    """STS fitted at each temperature and on both in equal parts; errors per position at each, on other prompts."""
-    halves = {
-        (name, half): calibration.records([t for i, t in enumerate(traces) if i % num_prompts % 2 == half])
-        for name, traces in runs.items()
-        for half in (0, 1)
-    }
-    fitted_on = {name: halves[name, 0] for name in runs}
-    count = min(len(logits) for logits, _ in fitted_on.values())
-    chosen = [torch.linspace(0, len(logits) - 1, count).long() for logits, _ in fitted_on.values()]
-    parts = list(zip(fitted_on.values(), chosen, strict=True))
-    fitted_on["both"] = tuple(torch.cat([pair[i][rows] for pair, rows in parts]) for i in (0, 1))
-    result: dict[str, Any] = {}
-    for name, (logits, prefix) in fitted_on.items():
-        temperatures = calibration.fit_temperatures(logits, prefix)
-        entry: dict[str, Any] = {"temperatures": temperatures, "num_samples": len(logits)}
-        for checked in runs:
-            entry[checked] = {
-                "num_records": len(halves[checked, 1][0]),
-                "ece_before": calibration.survival_errors(*halves[checked, 1], [1.0] * len(temperatures)),
-                "ece_after": calibration.survival_errors(*halves[checked, 1], temperatures),
-            }
-        result[name] = entry
-    return result
-
-
-def write_sts(path: Path, fit: dict[str, Any], description: str) -> None:
-    """The temperatures in SGLang's format; the errors are those at temperature 1 and held-out prompts."""
-    path.write_text(
-        json.dumps(
-            {
-                "temperatures": fit["temperatures"],
-                "dataset": description,
-                "num_samples": fit["num_samples"],
-                "ece_before": fit["temperature_1"]["ece_before"],
-                "ece_after": fit["temperature_1"]["ece_after"],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+def fit_sts(target: Any, draft: Any, folder: Path, measured: list[list[int]], max_new: int) -> dict[str, Any]:
+    """Temperatures fitted on greedy decoding from other prompts than the `measured` ones."""
+    prompts = calibration.fit_prompts(folder, measured)
+    traces = decode.speculate(target, draft, prompts, 0.0, max_new)
+    dataset = f"{len(prompts)} windows of held-out files ending in a docstring, temperature 0"
+    return calibration.fit(traces, dataset)
 
 
 def digests(demo: Path, draft: str) -> dict[str, str]:
@@ -223,7 +188,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2, help="runs at temperature 1")
     parser.add_argument("--ablation", action="store_true", help="also without the selector or Markov head")
     parser.add_argument("--quick", action="store_true", help="8 prompts, 64 tokens: does it run at all")
-    parser.add_argument("--sts", type=Path, help="DSpark: write the temperatures fitted on both runs")
+    parser.add_argument(
+        "--fit-sts", action="store_true", help="DSpark: first write the draft folder's sts.json"
+    )
     parser.add_argument("--records", type=Path, help="DSpark: save raw confidences and prefix masks (torch)")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
@@ -249,6 +216,13 @@ def main() -> None:
     if not is_dspark:
         results["bits_per_byte"] = measure_bits(args, target, device)
         print(json.dumps(results["bits_per_byte"]), flush=True)
+    sts = [1.0] * num_drafted
+    if is_dspark:
+        file = args.demo / "dspark" / "sts.json"
+        if args.fit_sts:
+            fitted = fit_sts(target, draft, args.corpus, prompts, max_new)
+            file.write_text(json.dumps(fitted, indent=1) + "\n")
+        sts = json.loads(file.read_text())["temperatures"] if file.exists() else sts
     runs = [("temperature_0", 0.0, [0], True), ("temperature_1", 1.0, list(range(args.seeds)), True)]
     if args.ablation:
         bare = "no_markov" if is_dspark else "no_selector"
@@ -261,17 +235,11 @@ def main() -> None:
         results[name] = {"seeds": seeds, **summarise(traces, num_drafted)}
         if is_dspark and selector:
             measured[name] = traces
-            results[name]["confidence"] = calibration.summarise(traces)
+            head = calibration.records(traces)
+            results[name]["confidence"] = calibration.ranking(*head) | calibration.check(*head, sts)
         print(name, json.dumps(results[name]), flush=True)
-    if is_dspark:
-        results["sts"] = calibrate(measured, len(prompts))
-        print("sts", json.dumps(results["sts"]), flush=True)
-        if args.sts:
-            write_sts(
-                args.sts, results["sts"]["both"], "every other prompt of prompts.json, temperatures 0 and 1"
-            )
-        if args.records:
-            torch.save({name: calibration.records(traces) for name, traces in measured.items()}, args.records)
+    if args.records:
+        torch.save({name: calibration.records(traces) for name, traces in measured.items()}, args.records)
     results["seconds"] = math.ceil(time.monotonic() - begin)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import stages, tokens
+from .data import Windows
 from .decode import Trace
 
 NUM_BINS = 15
+FIT_LENGTHS, FIT_PROMPTS_PER_LENGTH = (48, 96, 160, 224), 56
 GRID = torch.logspace(-1, 1, 41, dtype=torch.float64).tolist()
+
+
+def fit_prompts(corpus: Path, measured: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts for fitting: windows of held-out files that end where a docstring does, from a fixed seed.
+
+    Those that end like one of the `measured` prompts are left out.
+    """
+    streams = tokens.load_streams(corpus).streams
+    windows = Windows({"heldout": streams["heldout"]}, torch.device("cpu"))
+    closing = torch.tensor(stages.docstring_ends(corpus / "tokenizer.json"))
+    torch.manual_seed(7)
+    drawn = (windows.ending_with("heldout", closing, FIT_PROMPTS_PER_LENGTH, n) for n in FIT_LENGTHS)
+    endings = {tuple(ids[-16:]) for ids in measured}
+    return [ids for rows in drawn for ids in rows.tolist() if tuple(ids[-16:]) not in endings]
 
 
 def records(traces: Sequence[Trace]) -> tuple[Tensor, Tensor]:
@@ -55,6 +73,32 @@ def fit_temperatures(logits: Tensor, prefix: Tensor) -> list[float]:
     return chosen
 
 
+def fit(traces: Sequence[Trace], dataset: str) -> dict[str, Any]:
+    """An STS file in SGLang's format; its errors are those on the fitted steps themselves."""
+    logits, prefix = records(traces)
+    temperatures = fit_temperatures(logits, prefix)
+    return {
+        "temperatures": temperatures,
+        "dataset": dataset,
+        "num_samples": len(logits),
+        "ece_before": survival_errors(logits, prefix, [1.0] * len(temperatures)),
+        "ece_after": survival_errors(logits, prefix, temperatures),
+    }
+
+
+def check(logits: Tensor, prefix: Tensor, temperatures: Sequence[float]) -> dict[str, Any]:
+    """Calibration of `records` without STS and with it: error per position, expected and observed acceptance."""
+    plain = [1.0] * len(temperatures)
+    return {
+        "num_records": len(logits),
+        "ece_before": survival_errors(logits, prefix, plain),
+        "ece_after": survival_errors(logits, prefix, temperatures),
+        "expected_before": round(float(survival(logits, plain).sum(1).mean()), 4),
+        "expected_after": round(float(survival(logits, temperatures).sum(1).mean()), 4),
+        "observed": round(float(prefix.sum(1).double().mean()), 4),
+    }
+
+
 def area_under_curve(scores: Tensor, happened: Tensor) -> float:
     """Probability that an accepted draft scores above a rejected one, ties counting half."""
     _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
@@ -66,17 +110,13 @@ def area_under_curve(scores: Tensor, happened: Tensor) -> float:
     return above / (num_yes * num_no)
 
 
-def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The head without STS: calibration error, AUC over the drafts that were reached, expected and seen acceptance."""
-    logits, prefix = records(traces)
+def ranking(logits: Tensor, prefix: Tensor) -> dict[str, Any]:
+    """How well the raw logits tell accepted from rejected drafts, over the drafts whose predecessors were accepted."""
     reached = torch.cat((torch.ones(len(prefix), 1, dtype=torch.bool), prefix[:, :-1]), dim=1)
     areas = [
         area_under_curve(logits[reached[:, k], k], prefix[reached[:, k], k]) for k in range(prefix.shape[1])
     ]
     return {
-        "num_records": len(logits),
         "auc": round(area_under_curve(logits[reached], prefix[reached]), 4),
         "auc_by_position": [None if math.isnan(a) else round(a, 4) for a in areas],
-        "expected_accepted": round(float(survival(logits, [1.0] * logits.shape[1]).sum(1).mean()), 4),
-        "observed_accepted": round(float(prefix.sum(1).double().mean()), 4),
     }
