@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from flashspark.api.context import ServerContext, StartupError
 from flashspark.api.errors import RequestError
 from flashspark.api.native import _prompts
 from flashspark.api.openai_prompts import completion_prompts
-from flashspark.api.protocol import CompletionBody, GenerateBody
+from flashspark.api.protocol import ChatBody, CompletionBody, GenerateBody
 from flashspark.args import ArgumentError, ServerArgs
 from flashspark.ipc import GenerateRequest, SamplingParams
 from flashspark.kernels.target_probs import sample_categorical
@@ -72,3 +73,18 @@ def test_suppressing_every_token_ends_no_engine(tmp_path):
     sampling = {"min_new_tokens": 2, "stop_token_ids": tuple(range(VOCAB_SIZE)), "temperature": 1.0}
     (result,) = harness.run([Job([1, 2, 3], 4, sampling=sampling)])
     assert all(0 <= token < VOCAB_SIZE for token in result.tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (GenerateBody, {"text": [1] * 1000}),
+        (GenerateBody, {"text": "a", "rid": [1] * 1000}),
+        (ChatBody, {"messages": [1] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+    ],
+)
+def test_one_violation_in_a_list_is_enough(model, body):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() < 5
