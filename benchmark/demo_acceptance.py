@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Measure the shipped demo pair: bits per byte of the target, acceptance of the draft at temperature 0 and 1.
+"""Measure the shipped demo pair: bits per byte of the target, acceptance of a draft at temperature 0 and 1.
 
     python benchmark/demo_acceptance.py --out benchmark/results/demo_acceptance.json
+    python benchmark/demo_acceptance.py --draft dspark --ablation --out benchmark/results/demo_dspark.json
 
 The decoder is scripts/demo_pair/decode.py, independent of the engine. Acceptance length is emitted tokens per verify
 step, the bonus token included, over the 64 prompts of python/flashspark/demo/prompts.json. A request ends at a stop
@@ -10,6 +11,10 @@ token, at --max-new tokens, or when a period of at most 32 tokens has been repea
 
 Bits per byte are measured on held-out files of the running interpreter's standard library, which anyone has, and, where
 `scripts/train_demo_pair.py corpus` has been run, on all held-out files of the corpus.
+
+For DSpark the confidence head is measured instead: how well it ranks, and the calibration error of its survival without
+and with the temperatures (STS) in the draft's folder. `--fit-sts` fits those first, at temperature 0, on other prompts
+from held-out files; it needs the corpus.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from demo_pair import checkpoint, corpus, decode, sources, tokens, train_target  # noqa: E402
+from demo_pair import calibration, checkpoint, corpus, decode, sources, tokens, train_target  # noqa: E402
 
 DEMO = ROOT / "python" / "flashspark" / "demo"
 
@@ -147,9 +152,17 @@ def command_line() -> str:
     return " ".join(word for i, word in enumerate(words) if i not in hidden)
 
 
-def digests(demo: Path) -> dict[str, str]:
+def fit_sts(target: Any, draft: Any, folder: Path, measured: list[list[int]], max_new: int) -> dict[str, Any]:
+    """Temperatures fitted on greedy decoding from other prompts than the `measured` ones."""
+    prompts = calibration.fit_prompts(folder, measured)
+    traces = decode.speculate(target, draft, prompts, 0.0, max_new)
+    dataset = f"{len(prompts)} windows of held-out files ending in a docstring, temperature 0"
+    return calibration.fit(traces, dataset)
+
+
+def digests(demo: Path, draft: str) -> dict[str, str]:
     """SHA-256 of the weights that were measured."""
-    files = {name: demo / name / "model.safetensors" for name in ("target", "dflash2")}
+    files = {name: demo / name / "model.safetensors" for name in ("target", draft)}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
 
 
@@ -159,8 +172,9 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--demo", type=Path, default=DEMO, help="folder with target/, dflash2/ and prompts.json"
+        "--demo", type=Path, default=DEMO, help="folder with target/, the drafts and prompts.json"
     )
+    parser.add_argument("--draft", choices=("dflash2", "dspark"), default="dflash2")
     parser.add_argument("--prompts", type=Path, help="another file of prompts")
     parser.add_argument(
         "--corpus", type=Path, default=ROOT / ".pair", help="folder of the built corpus, if any"
@@ -172,10 +186,12 @@ def parse_args() -> argparse.Namespace:
         "--bits-tokens", type=int, default=200_000, help="at most this many held-out tokens per stream"
     )
     parser.add_argument("--seeds", type=int, default=2, help="runs at temperature 1")
-    parser.add_argument(
-        "--ablation", action="store_true", help="also without the selector (unary argmax or sample)"
-    )
+    parser.add_argument("--ablation", action="store_true", help="also without the selector or Markov head")
     parser.add_argument("--quick", action="store_true", help="8 prompts, 64 tokens: does it run at all")
+    parser.add_argument(
+        "--fit-sts", action="store_true", help="DSpark: first write the draft folder's sts.json"
+    )
+    parser.add_argument("--records", type=Path, help="DSpark: save raw confidences and prefix masks (torch)")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
@@ -185,31 +201,45 @@ def main() -> None:
     args = parse_args()
     device = torch.device(args.device)
     target = checkpoint.load_target(args.demo / "target", device)
-    draft = checkpoint.load_dflash2(args.demo / "dflash2", target)
+    draft = checkpoint.load_draft(args.demo / args.draft, target)
     prompts = [p["token_ids"] for p in json.loads((args.prompts or args.demo / "prompts.json").read_text())]
     prompts, max_new = (prompts[:8], 64) if args.quick else (prompts, args.max_new)
-    num_drafted = draft.shape.block_size - 1
+    is_dspark = args.draft == "dspark"
+    num_drafted = draft.shape.block_size - (not is_dspark)
     begin = time.monotonic()
     results: dict[str, Any] = {
         "command": command_line(),
         **describe_machine(device, args.commit),
         "max_new": max_new,
     }
-    results["sha256"] = digests(args.demo)
-    results["bits_per_byte"] = measure_bits(args, target, device)
-    print(json.dumps(results["bits_per_byte"]), flush=True)
+    results["sha256"] = digests(args.demo, args.draft)
+    if not is_dspark:
+        results["bits_per_byte"] = measure_bits(args, target, device)
+        print(json.dumps(results["bits_per_byte"]), flush=True)
+    sts = [1.0] * num_drafted
+    if is_dspark:
+        file = args.demo / "dspark" / "sts.json"
+        if args.fit_sts:
+            fitted = fit_sts(target, draft, args.corpus, prompts, max_new)
+            file.write_text(json.dumps(fitted, indent=1) + "\n")
+        sts = json.loads(file.read_text())["temperatures"] if file.exists() else sts
     runs = [("temperature_0", 0.0, [0], True), ("temperature_1", 1.0, list(range(args.seeds)), True)]
     if args.ablation:
-        runs += [
-            ("temperature_0_no_selector", 0.0, [0], False),
-            ("temperature_1_no_selector", 1.0, [0], False),
-        ]
+        bare = "no_markov" if is_dspark else "no_selector"
+        runs += [(f"temperature_0_{bare}", 0.0, [0], False), (f"temperature_1_{bare}", 1.0, [0], False)]
+    measured: dict[str, list[decode.Trace]] = {}
     for name, temperature, seeds, selector in runs:
         traces: list[decode.Trace] = []
         for seed in seeds:
             traces += decode.speculate(target, draft, prompts, temperature, max_new, seed, selector)
         results[name] = {"seeds": seeds, **summarise(traces, num_drafted)}
+        if is_dspark and selector:
+            measured[name] = traces
+            head = calibration.records(traces)
+            results[name]["confidence"] = calibration.ranking(*head) | calibration.check(*head, sts)
         print(name, json.dumps(results[name]), flush=True)
+    if args.records:
+        torch.save({name: calibration.records(traces) for name, traces in measured.items()}, args.records)
     results["seconds"] = math.ceil(time.monotonic() - begin)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

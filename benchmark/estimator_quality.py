@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     if args.records:
         records = {t: Record(**r) for t, r in torch.load(args.records).items()}
     else:
@@ -379,7 +380,6 @@ def main() -> None:
         records = {t: recorder.run(cut, t, args.max_new, args.seconds) for t in (0.0, 1.0)}
     if args.save:
         torch.save({t: vars(r) for t, r in records.items()}, args.save)
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     files = {name: DEMO_MODELS[name] / "model.safetensors" for name in ("demo", "demo-dflash2")}
     figures = {
         "machine": f"{torch.get_num_threads()} CPU thread, {platform.machine()}, torch {torch.__version__}",

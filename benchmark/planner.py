@@ -46,10 +46,9 @@ def make_planner(num_reqs: int, gamma: int, table_kind: str) -> VerifyPlanner:
         table = SpsAdditiveCostTable(
             4e-3, (1, num_reqs + 1), (0.0, 1e-3), (0, *rows), (0.0, *(8e-6 * m for m in rows))
         )
-    cells = np.unique(np.concatenate([grid.tiers(n).num_tokens for n in grid.buckets]))  # type: ignore[union-attr]
     plain = PlainStepCosts((1, num_reqs + 1), (3.9e-3, 5e-3))
     settings = PlannerSettings(gamma=gamma, min_drafts_every=16)
-    return VerifyPlanner(settings, table, grid, plain, CostCorrection(cells))
+    return VerifyPlanner(settings, table, grid, plain, CostCorrection(grid.row_counts()))
 
 
 def make_batches(num_reqs: int, gamma: int) -> list[PlanInput]:

@@ -284,8 +284,8 @@ def demo(args: argparse.Namespace) -> None:
         print_comparison(plain, spec)
         if args.exit:
             return
-        print_snippets(args.port)
         with contextlib.suppress(KeyboardInterrupt):
+            print_snippets(args.port)
             while True:
                 server.check_alive()
                 time.sleep(0.5)

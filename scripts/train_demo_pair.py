@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build the demo pair: corpus, tokenizer, target, DFlash2 draft. See docs/demo-pair.md.
+"""Build the demo pair: corpus, tokenizer, target, DFlash2 and DSpark drafts. See docs/demo-pair.md.
 
 python scripts/train_demo_pair.py corpus     # once; needs a package index
 python scripts/train_demo_pair.py prompts    # once; the 64 held-out prompts
@@ -49,8 +49,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--shares", type=float, nargs=3, default=(0.34, 0.08, 0.58), metavar=("TARGET", "TEXT", "DRAFT")
     )
+    parser.add_argument(
+        "--drafts",
+        nargs="+",
+        choices=("dflash2", "dspark"),
+        default=("dflash2", "dspark"),
+        help="which drafts to train; they share the time and the text",
+    )
     parser.add_argument("--target-only", action="store_true", help="train the target and stop")
-    parser.add_argument("--init-draft", type=Path, help="safetensors to start the draft from")
+    parser.add_argument("--init-draft", type=Path, help="safetensors to start the one draft from")
     parser.add_argument("--max-steps", type=int, help="end each training phase after this many steps")
     parser.add_argument("--max-batches", type=int, default=64, help="most batches of text the target writes")
     parser.add_argument(
@@ -59,6 +66,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.corpus = args.corpus or ROOT / ".pair" / ("smoke" if args.smoke else "")
     args.work = args.work or args.corpus / "run"
+    if args.init_draft and len(args.drafts) > 1:
+        parser.error("--init-draft needs one --drafts")
     if args.smoke:
         args.max_steps, args.max_batches = args.max_steps or 60, 2
         args.final = args.final or args.corpus / "final"

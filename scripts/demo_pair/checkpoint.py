@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .draft_model import DFlash2
-from .settings import DraftShape, TargetShape
+from .draft_model import DFlash2, DSpark
+from .settings import DraftShape, DSparkShape, TargetShape
 from .target_model import Target
 
 
@@ -68,3 +68,19 @@ def load_dflash2(folder: Path, target: Target) -> DFlash2:
     draft = DFlash2(shape)
     load_weights(draft, folder / "model.safetensors")
     return draft.requires_grad_(False).to(target.cos.device)
+
+
+def load_dspark(folder: Path, target: Target) -> DSpark:
+    """The DSpark draft of a Hugging Face folder, frozen, on the target's device."""
+    config = json.loads((folder / "config.json").read_text())
+    names = [n for n in DSparkShape.__dataclass_fields__ if n not in ("target", "target_layer_ids")]
+    layer_ids = tuple(config["target_layer_ids"])
+    draft = DSpark(DSparkShape(target.shape, layer_ids, **{n: config[n] for n in names}))
+    load_weights(draft, folder / "model.safetensors")
+    return draft.requires_grad_(False).to(target.cos.device)
+
+
+def load_draft(folder: Path, target: Target) -> DFlash2 | DSpark:
+    """The draft of a Hugging Face folder, its kind read from config.json."""
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return load_dspark(folder, target) if "DSpark" in architecture else load_dflash2(folder, target)

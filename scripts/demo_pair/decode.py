@@ -1,7 +1,7 @@
 """A plain speculative decoder with key-value caches: the yardstick for acceptance, written for reading.
 
-It follows docs/demo-pair.md: the draft starts from the last prompt token, greedy rows walk the selector's argmax,
-other rows sample it and are verified by rejection sampling over the whole vocabulary.
+It follows docs/demo-pair.md: the draft starts from the last prompt token, greedy rows walk the argmax of its selector
+or Markov head, other rows sample it and are verified by rejection sampling over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .draft_model import Backbone, DFlash2
+from .draft_model import Backbone, DFlash2, DSpark
 from .layers import grouped_attention
 from .target_model import Target
 from .tokens import END_OF_TEXT, IM_END
@@ -111,22 +111,34 @@ def draft_hidden(
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted ids [B, g]; for sampled rows also the candidates [B, g, K] and their probabilities."""
+    """Drafted ids [B, g]; for sampled rows also the candidates [B, g, K] and their probabilities.
+
+    `confidence` [B, g]: raw logits of a DSpark draft's confidence head.
+    """
 
     ids: Tensor
     candidates: Tensor | None = None
     probabilities: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 def propose(
-    draft: DFlash2,
+    draft: DFlash2 | DSpark,
     target: Target,
     hidden: Tensor,
     anchor_ids: Tensor,
     temperature: float,
     use_selector: bool = True,
 ) -> Proposal:
-    """Walk the selector from left to right: argmax at temperature 0, otherwise a draw from the candidates."""
+    """Walk the block from left to right; without `use_selector` each row drafts by its own logits alone."""
+    walk = propose_dspark if isinstance(draft, DSpark) else propose_dflash2
+    return walk(draft, target, hidden, anchor_ids, temperature, use_selector)  # type: ignore[arg-type]
+
+
+def propose_dflash2(
+    draft: DFlash2, target: Target, hidden: Tensor, anchor_ids: Tensor, temperature: float, use_selector: bool
+) -> Proposal:
+    """The selector over the best candidates: argmax at temperature 0, otherwise a draw from the candidates."""
     rows = hidden[:, 1:]
     unary, candidates = target.logits(rows).float().topk(draft.shape.selector_top_k, dim=-1)
     predecessor = anchor_ids
@@ -145,6 +157,31 @@ def propose(
     if temperature == 0:
         return Proposal(torch.stack(ids, dim=1))
     return Proposal(torch.stack(ids, dim=1), candidates, torch.stack(probabilities, dim=1))
+
+
+def propose_dspark(
+    draft: DSpark, target: Target, hidden: Tensor, anchor_ids: Tensor, temperature: float, use_markov: bool
+) -> Proposal:
+    """The Markov head over the whole vocabulary: argmax at temperature 0, otherwise a draw."""
+    head = target.model.embed_tokens.weight
+    predecessor = anchor_ids
+    ids, probabilities, confidence = [], [], []
+    for slot in range(hidden.shape[1]):
+        logits, sure = draft.heads(hidden[:, slot], predecessor, head)
+        if not use_markov:
+            logits = target.logits(hidden[:, slot]).float()
+        if temperature == 0:
+            predecessor = logits.argmax(-1)
+        else:
+            probabilities.append(torch.softmax(logits / temperature, dim=-1))
+            predecessor = torch.multinomial(probabilities[-1], 1)[:, 0]
+        ids.append(predecessor)
+        confidence.append(sure)
+    drafted, raw = torch.stack(ids, dim=1), torch.stack(confidence, dim=1)
+    if temperature == 0:
+        return Proposal(drafted, confidence=raw)
+    vocabulary = torch.arange(len(head), device=drafted.device).expand(*drafted.shape, -1)
+    return Proposal(drafted, vocabulary, torch.stack(probabilities, dim=1), raw)
 
 
 def verify(proposal: Proposal, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -186,11 +223,12 @@ def loop_end(ids: Sequence[int], start: int = 0) -> int | None:
 
 @dataclass
 class Trace:
-    """What one request did: its ids, and the drafts accepted and tokens kept by each verify step."""
+    """What one request did: its ids, and by verify step the drafts accepted, the tokens kept and raw confidences."""
 
     ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    confidence: list[list[float]] = field(default_factory=list)
     finish: str = ""
 
     def take(self, new: list[int], accepted: int, max_new: int) -> bool:
@@ -218,7 +256,7 @@ class Trace:
 @torch.no_grad()
 def speculate(
     target: Target,
-    draft: DFlash2,
+    draft: DFlash2 | DSpark,
     prompts: Sequence[Sequence[int]],
     temperature: float,
     max_new: int,
@@ -229,7 +267,7 @@ def speculate(
     torch.manual_seed(seed)
     device = target.cos.device
     layer_ids = draft.shape.target_layer_ids
-    capacity = max(map(len, prompts)) + max_new + 2 * draft.shape.block_size
+    capacity = max(map(len, prompts)) + max_new + 2 * draft.shape.block_size + 2
     caches = [Cache(target, n, len(prompts), capacity) for n in (len(target.model.layers), len(draft.layers))]
     lengths = torch.tensor([len(p) - 1 for p in prompts], device=device)
     anchors = torch.tensor([p[-1] for p in prompts], device=device)
@@ -252,6 +290,9 @@ def speculate(
         accepted, anchors = verify(proposal, target.logits(final), temperature)
         lengths = lengths + accepted + 1
         drafted, counts, bonus = proposal.ids.tolist(), accepted.tolist(), anchors.tolist()
+        if proposal.confidence is not None:
+            for index, row_confidence in zip(live, proposal.confidence.tolist(), strict=True):
+                traces[index].confidence.append(row_confidence)
         going = [
             row
             for row, index in enumerate(live)

@@ -1,6 +1,5 @@
-"""The draft for training: DFlash with an optional two-tap convolution and path selector (DFlash2), blocks packed.
-
-A second family (DSpark) needs another head on the same `Backbone`; everything below `Backbone` is shared.
+"""The drafts for training, blocks packed: one `Backbone`, and on it a convolution and a path selector (DFlash2), or a
+Markov head and a confidence head (DSpark).
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import AttentionWeights, Linear, Mlp, RmsNorm
-from .settings import DraftShape
-from .target_model import Target
+from .settings import BackboneShape, DraftShape, DSparkShape
+from .target_model import Embedding, Target
 
 
 class BlockConvolution(nn.Module):
@@ -64,15 +63,17 @@ class CandidateSelector(nn.Module):
 class DraftLayer(nn.Module):
     """One draft layer over N blocks of S rows per sequence, each block reading its own prefix of the context."""
 
-    def __init__(self, shape: DraftShape, convolution: bool) -> None:
+    def __init__(self, shape: BackboneShape, convolution: bool) -> None:
         super().__init__()
         target = shape.target
         self.input_layernorm = RmsNorm(target.hidden_size, target.rms_norm_eps)
         self.self_attn = AttentionWeights(target)
         self.post_attention_layernorm = RmsNorm(target.hidden_size, target.rms_norm_eps)
         self.mlp = Mlp(target.hidden_size, shape.intermediate_size)
-        self.attention_conv = BlockConvolution(shape) if convolution else None
-        self.mlp_conv = BlockConvolution(shape) if convolution else None
+        self.attention_conv = self.mlp_conv = None
+        if convolution:
+            assert isinstance(shape, DraftShape)
+            self.attention_conv, self.mlp_conv = BlockConvolution(shape), BlockConvolution(shape)
 
     def forward(self, h: Tensor, context: Tensor, anchors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """h [B, N, S, H], context [B, L, H], anchors [B, N] (positions of the blocks' first rows)."""
@@ -122,7 +123,7 @@ class DraftLayer(nn.Module):
 class Backbone(nn.Module):
     """Fusion of the target's features, draft layers and final norm."""
 
-    def __init__(self, shape: DraftShape, convolution: bool) -> None:
+    def __init__(self, shape: BackboneShape, convolution: bool) -> None:
         super().__init__()
         hidden, num_features = shape.target.hidden_size, len(shape.target_layer_ids)
         self.shape = shape
@@ -148,6 +149,53 @@ class Backbone(nn.Module):
 class DFlash2(Backbone):
     """Backbone with convolution and path selector."""
 
+    shape: DraftShape
+
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape, convolution=True)
         self.candidate_selector = CandidateSelector(shape)
+
+
+class MarkovHead(nn.Module):
+    """Corrects a row's logits by what its predecessor is: a table of vectors and a map back to the vocabulary."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = Embedding(vocab_size, rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.2)
+        self.markov_w2 = Linear(rank, vocab_size, 0.0)
+
+    def embed(self, predecessor: Tensor, dtype: torch.dtype) -> Tensor:
+        """[...] -> [..., r]."""
+        return F.embedding(predecessor, self.markov_w1.weight).to(dtype)
+
+
+class ConfidenceHead(nn.Module):
+    """One float32 logit per row, from its hidden state and its predecessor's Markov vector."""
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden + rank, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, hidden: Tensor, markov: Tensor) -> Tensor:
+        """hidden [..., H], markov [..., r] -> [...]."""
+        return self.proj(torch.cat((hidden, markov), dim=-1).float()).squeeze(-1)
+
+
+class DSpark(Backbone):
+    """Backbone with Markov head (vanilla) and confidence head."""
+
+    shape: DSparkShape
+
+    def __init__(self, shape: DSparkShape) -> None:
+        super().__init__(shape, convolution=False)
+        self.markov_head = MarkovHead(shape.target.vocab_size, shape.markov_rank)
+        self.confidence_head = ConfidenceHead(shape.target.hidden_size, shape.markov_rank)
+
+    def heads(self, hidden: Tensor, predecessor: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [..., H], predecessor [...], head [V, H] -> float32 logits [..., V] and confidence logits [...]."""
+        markov = self.markov_head.embed(predecessor, hidden.dtype)
+        logits = F.linear(hidden, head.to(hidden.dtype)) + self.markov_head.markov_w2(markov)
+        return logits.float(), self.confidence_head(hidden, markov)

@@ -55,8 +55,8 @@ class TargetShape:
 
 
 @dataclass(frozen=True)
-class DraftShape:
-    """A DFlash2 draft; without convolution and selector it is a DFlash v1 draft."""
+class BackboneShape:
+    """What both kinds of draft share; `block_size` rows are run per block, the anchor and masks."""
 
     target: TargetShape = field(default_factory=TargetShape)
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
@@ -64,16 +64,12 @@ class DraftShape:
     intermediate_size: int = 768
     block_size: int = 8
     mask_token_id: int = tokens.MASK
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 128
-    selector_top_k: int = 16
 
-    def hf_config(self) -> dict[str, Any]:
-        """config.json of the draft."""
+    def backbone_config(self, architecture: str) -> dict[str, Any]:
+        """The keys of config.json that do not depend on the draft's heads."""
         target = self.target
         return {
-            "architectures": ["DFlash2DraftModel"],
+            "architectures": [architecture],
             "model_type": "qwen3",
             "vocab_size": target.vocab_size,
             "hidden_size": target.hidden_size,
@@ -93,16 +89,53 @@ class DraftShape:
             "use_sliding_window": False,
             "num_target_layers": target.num_hidden_layers,
             "is_causal": False,
-            "dflash_config": {
-                "block_size": self.block_size,
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-                "conv_kernel_size": self.conv_kernel_size,
-                "conv_group_size": self.conv_group_size,
-                "selector_rank": self.selector_rank,
-                "selector_top_k": self.selector_top_k,
-                "output_multiplier": 1.0,
-            },
+        }
+
+
+@dataclass(frozen=True)
+class DraftShape(BackboneShape):
+    """A DFlash2 draft, row 0 of whose block drafts nothing; without convolution and selector a DFlash v1 draft."""
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 128
+    selector_top_k: int = 16
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json of the draft."""
+        special = {
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "conv_kernel_size": self.conv_kernel_size,
+            "conv_group_size": self.conv_group_size,
+            "selector_rank": self.selector_rank,
+            "selector_top_k": self.selector_top_k,
+            "output_multiplier": 1.0,
+        }
+        return {**self.backbone_config("DFlash2DraftModel"), "dflash_config": special}
+
+
+@dataclass(frozen=True)
+class DSparkShape(BackboneShape):
+    """A DSpark draft: every row of the block drafts, row 0 (the anchor's) the token behind the anchor."""
+
+    num_hidden_layers: int = 2
+    block_size: int = 7
+    markov_rank: int = 128
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json of the draft, in DeepSpec's flat layout."""
+        return {
+            **self.backbone_config("Qwen3DSparkModel"),
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "sample_from_anchor": True,
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
         }
 
 
@@ -138,7 +171,7 @@ class GenerationRecipe:
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """How a draft is trained."""
+    """How the DFlash2 draft is trained."""
 
     batch_size: int = 64
     num_anchors: int = 64
@@ -155,14 +188,33 @@ class DraftRecipe:
 
 
 @dataclass(frozen=True)
+class DSparkRecipe:
+    """How the DSpark draft is trained."""
+
+    batch_size: int = 64
+    num_anchors: int = 64
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    weight_decay: float = 0.02
+    warmup: float = 0.02
+    final_lr: float = 0.02
+    decay: float = 4.0
+    ce: float = 0.3
+    tv: float = 1.8
+    confidence: float = 1.0
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything a run depends on, apart from its time budget."""
 
     target: TargetShape = field(default_factory=TargetShape)
     draft: DraftShape = field(default_factory=DraftShape)
+    dspark: DSparkShape = field(default_factory=DSparkShape)
     target_recipe: TargetRecipe = field(default_factory=TargetRecipe)
     generation: GenerationRecipe = field(default_factory=GenerationRecipe)
     draft_recipe: DraftRecipe = field(default_factory=DraftRecipe)
+    dspark_recipe: DSparkRecipe = field(default_factory=DSparkRecipe)
     compile: bool = True
     seed: int = 0
 
@@ -179,8 +231,10 @@ def smoke() -> Settings:
     return Settings(
         target=target,
         draft=draft,
+        dspark=DSparkShape(target, draft.target_layer_ids, intermediate_size=128, markov_rank=16),
         target_recipe=TargetRecipe(batch_size=8, sequence_length=128),
         generation=GenerationRecipe(batch_size=32, total_length=96, prompt_lengths=(16, 32)),
         draft_recipe=DraftRecipe(batch_size=8, num_anchors=8),
+        dspark_recipe=DSparkRecipe(batch_size=8, num_anchors=8),
         compile=False,
     )

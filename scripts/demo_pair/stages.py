@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import checkpoint, corpus, generate, loop, mining, settings, tokens, train_draft, train_target
+from . import (
+    checkpoint,
+    corpus,
+    generate,
+    loop,
+    mining,
+    settings,
+    tokens,
+    train_draft,
+    train_dspark,
+    train_target,
+)
 from .data import Windows
-from .draft_model import DFlash2
+from .draft_model import DFlash2, DSpark
 from .target_model import Target
 
 HERE = Path(__file__).resolve().parent
@@ -117,22 +128,29 @@ class Training:
         self._record("generated", {"tokens": data.ids.numel(), "looping_share": data.looping_share})
         return data
 
-    def dflash2(
+    def draft(
         self,
+        kind: str,
         target: Target,
         data: generate.Written,
         seconds: float,
         max_steps: int | None,
         start: Path | None,
-    ) -> DFlash2:
-        """The draft, trained for `seconds` from scratch, from its checkpoint or from the weights in `start`."""
-        draft = DFlash2(self.run.draft).to(self.device)
-        if start is not None:
-            checkpoint.load_weights(draft, start)
-        result = train_draft.train(self.run, target, draft, data, self.work, seconds, max_steps)
-        self._record("dflash2", result)
-        checkpoint.save_bf16(draft, self.work / "dflash2.safetensors")
-        return draft
+    ) -> None:
+        """Train the draft for `seconds` from scratch, from its checkpoint or from the weights in `start`."""
+        if kind == "dspark":
+            spark = DSpark(self.run.dspark).to(self.device)
+            if start is not None:
+                checkpoint.load_weights(spark, start)
+            result = train_dspark.train(self.run, target, spark, data, self.work, seconds, max_steps)
+            checkpoint.save_bf16(spark, self.work / "dspark.safetensors")
+        else:
+            draft = DFlash2(self.run.draft).to(self.device)
+            if start is not None:
+                checkpoint.load_weights(draft, start)
+            result = train_draft.train(self.run, target, draft, data, self.work, seconds, max_steps)
+            checkpoint.save_bf16(draft, self.work / "dflash2.safetensors")
+        self._record(kind, result)
 
 
 def train(args: Any, run: settings.Settings) -> None:
@@ -152,16 +170,16 @@ def train(args: Any, run: settings.Settings) -> None:
         data = training.written(target, shares["generate"] * per_share, args.max_batches)
         left = deadline - time.monotonic() - args.overhead_seconds / 2
         seconds = min(left, shares["draft"] * per_share) if args.max_steps is None else left
-        training.dflash2(target, data, seconds, args.max_steps, args.init_draft)
+        for kind in args.drafts:
+            training.draft(kind, target, data, seconds / len(args.drafts), args.max_steps, args.init_draft)
     if args.final is not None:
         export(run, args.work, args.corpus, args.final)
 
 
 def export(run: settings.Settings, work: Path, folder: Path, output: Path) -> None:
     """Lay the trained files out as Hugging Face folders (model cards come from scripts/demo_pair/cards.py)."""
-    target_dir, draft_dir = output / "target", output / "dflash2"
-    for directory in (target_dir, draft_dir):
-        directory.mkdir(parents=True, exist_ok=True)
+    target_dir = output / "target"
+    target_dir.mkdir(parents=True, exist_ok=True)
     eos = [tokens.IM_END, tokens.END_OF_TEXT]
     generation = {"bos_token_id": tokens.END_OF_TEXT, "eos_token_id": eos, "pad_token_id": tokens.END_OF_TEXT}
     _write_json(target_dir / "config.json", run.target.hf_config())
@@ -169,9 +187,11 @@ def export(run: settings.Settings, work: Path, folder: Path, output: Path) -> No
     _write_json(target_dir / "tokenizer_config.json", tokens.tokenizer_config())
     (target_dir / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     (target_dir / "model.safetensors").write_bytes((work / "target.safetensors").read_bytes())
-    if (work / "dflash2.safetensors").exists():
-        _write_json(draft_dir / "config.json", run.draft.hf_config())
-        (draft_dir / "model.safetensors").write_bytes((work / "dflash2.safetensors").read_bytes())
+    for kind, config in (("dflash2", run.draft.hf_config()), ("dspark", run.dspark.hf_config())):
+        if (work / f"{kind}.safetensors").exists():
+            (output / kind).mkdir(exist_ok=True)
+            _write_json(output / kind / "config.json", config)
+            (output / kind / "model.safetensors").write_bytes((work / f"{kind}.safetensors").read_bytes())
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

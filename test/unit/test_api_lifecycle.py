@@ -99,7 +99,7 @@ def test_a_draining_server_ends_what_takes_too_long(folder):
         server.signal()
         native, native_stream, text, text_stream = [request.wait() for request in running]
         assert server.wait_exit() == 0
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15  # by themselves they would take 20 s
         for response in (native, text):
             assert response.status_code == 503
             assert "shutting down" in response.json()["message"]
@@ -133,7 +133,6 @@ def test_a_dead_scheduler_ends_the_server_with_a_reason(folder, seed, reason):
     with FakeServer(folder) as server:
         whole = Background(server, "/v1/completions", slow(100, 200, False, "/v1/completions"))
         streamed = Background(server, "/generate", slow(100, 200, True))
-        started = time.monotonic()
         if seed is None:
             scheduler_of(server).kill()
         else:
@@ -146,18 +145,17 @@ def test_a_dead_scheduler_ends_the_server_with_a_reason(folder, seed, reason):
         assert reason in response.json()["error"]["message"]
         assert reason in last_frame(streamed.wait())["error"]["message"]
         assert server.wait_exit(10) == 1
-        assert time.monotonic() - started < 10
         assert reason in server.log
 
 
 def test_a_silent_scheduler_ends_the_server(folder):
-    with FakeServer(folder, "--watchdog-timeout", "1", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "0.5"}) as server:
+    with FakeServer(folder, "--watchdog-timeout", "5", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "0.5"}) as server:
         os.kill(scheduler_of(server).pid, signal.SIGSTOP)
-        time.sleep(0.8)
-        before = time.monotonic()
-        assert server.client.get("/health").status_code == 503
-        assert time.monotonic() - before < 0.5
-        assert server.wait_exit(10) == 1
+        deadline = time.monotonic() + 5
+        while server.client.get("/health").status_code != 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert server.wait_exit(15) == 1
         assert "--watchdog-timeout" in server.log
 
 
@@ -170,10 +168,8 @@ def test_the_scheduler_leaves_with_the_server(folder):
 
 def test_port_in_use(folder):
     with FakeServer(folder) as server:
-        started = time.monotonic()
         with FakeServer(folder, "--port", str(server.port), wait=False) as second:
             assert second.wait_exit() == 1
-            assert time.monotonic() - started < 5
             assert f"127.0.0.1:{server.port}" in second.log
             assert "--port" in second.log
             assert "Traceback" not in second.log
@@ -205,10 +201,8 @@ def test_a_signal_while_loading(folder):
         refused = server.client.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
         assert "starting" in refused.json()["error"]["message"]
-        started = time.monotonic()
         server.signal()
-        assert server.wait_exit(5) == 0
-        assert time.monotonic() - started < 3
+        assert server.wait_exit(15) == 0
 
 
 def test_unavailable_environment_is_refused(folder, monkeypatch, capsys):
@@ -223,6 +217,7 @@ def test_keys_stay_out_of_the_launch_command():
     from flashspark.launch_server import _shown
 
     words = ["--model", "m", "--api-key", "s1", "--admin-api-key=s2", "--api", "s3", "--port", "1"]
+    assert _shown(["--admin", "b", "--adm=b", "--port", "1"]) == "--admin '***' '--adm=***' --port 1"
     assert _shown(words) == "--model m --api-key '***' '--admin-api-key=***' --api '***' --port 1"
 
 

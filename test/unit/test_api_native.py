@@ -99,14 +99,17 @@ def test_batches_keep_their_order(server, tokenizer):
 
 def test_frames_are_cumulative(server):
     bodies = frames(generate(server, {"max_new_tokens": 10, "sampling_seed": -5}, text="abcdef", stream=True))
-    assert len(bodies) == 3  # blocks of 4, 4 and 2
-    assert [body["text"] for body in bodies] == ["abcd", "abcdefab", "abcdefabcd"]
-    assert [len(body["output_ids"]) for body in bodies] == [4, 8, 10]
-    assert [body["meta_info"]["completion_tokens"] for body in bodies] == [4, 8, 10]
+    lens = [len(body["output_ids"]) for body in bodies]
+    # Blocks of 4, 4 and 2; a slow reader gets several in one frame.
+    assert set(lens) <= {4, 8, 10}
+    assert lens == sorted(set(lens))
+    assert lens[-1] == 10
+    assert [body["text"] for body in bodies] == ["abcdefabcd"[:n] for n in lens]
+    assert [body["meta_info"]["completion_tokens"] for body in bodies] == lens
     reasons = [body["meta_info"]["finish_reason"] for body in bodies]
-    assert reasons == [None, None, {"type": "length", "length": 10}]
-    assert "spec_verify_ct" not in bodies[1]["meta_info"]
-    assert bodies[2]["meta_info"]["spec_verify_ct"] == 3
+    assert reasons == [None] * (len(bodies) - 1) + [{"type": "length", "length": 10}]
+    assert not any("spec_verify_ct" in body["meta_info"] for body in bodies[:-1])
+    assert bodies[-1]["meta_info"]["spec_verify_ct"] == 3
     assert not any("index" in body for body in bodies)
 
 
@@ -124,7 +127,9 @@ def test_batched_frames_have_an_index(server):
 def test_stream_interval(server):
     sampling = {"max_new_tokens": 20, "sampling_seed": -3, "stream_interval": 8}
     bodies = frames(generate(server, sampling, text="abcd", stream=True))
-    assert [len(body["output_ids"]) for body in bodies] == [8, 16, 20]
+    lens = [len(body["output_ids"]) for body in bodies]
+    assert lens == sorted({8, 16, 20} & set(lens))  # a slow reader gets several in one frame
+    assert lens[-1] == 20
 
 
 def test_stop_strings_are_held_back_in_frames(server):
@@ -254,16 +259,15 @@ def test_long_texts_do_not_stop_the_loop(server):
         target=lambda: answers.append(server.client.post("/generate", json={"text": text}))
     )
     thread.start()
-    slowest_s = 0.0
+    num_answers = 0
     while thread.is_alive():
-        before = time.monotonic()
         assert server.client.get("/health").status_code == 200
-        slowest_s = max(slowest_s, time.monotonic() - before)
+        num_answers += 1
         time.sleep(0.01)
     thread.join()
     assert answers[0].status_code == 400
     assert "4800000 tokens" in answers[0].text
-    assert slowest_s < 0.8  # tens of milliseconds on an idle machine
+    assert num_answers >= 5  # a blocked loop would have answered once, afterwards
 
 
 def test_server_information(server, folder):

@@ -141,7 +141,7 @@ def pvalue(counts: np.ndarray, probs: np.ndarray) -> float:
     return chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
 
 
-FAST = ("plain", "top_k", "top_p", "penalties")
+FAST = ("plain", "penalties")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,7 @@ def test_other_drafts_and_none(folders, exact, draft, setting):
     assert pvalue(draw(folders, draft, SETTINGS[setting]), exact(SETTINGS[setting])) > 1e-4
 
 
+@pytest.mark.full
 def test_negative_control_without_the_residual(folders, exact, monkeypatch):
     """Drawing from p after a rejection, instead of from max(p - q, 0), must be noticed."""
 

@@ -1,4 +1,7 @@
-"""Greedy losslessness on the shipped pair: 64 prompts of every kind, 256 tokens each, one output."""
+"""Greedy losslessness on the shipped pair: 64 prompts of every kind, 256 tokens each, one output.
+
+Every landing runs a short form of 64 tokens; the full suite has the rest.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from flashspark.demo import DEMO_MODELS, DEMO_PROMPTS
 from flashspark.text.tokenizer import TextTokenizer
 from harness import Harness, Job, Result, count_excused
 
-NUM_TOKENS, WIDTH = 256, 8
+NUM_TOKENS, SHORT, WIDTH = 256, 64, 8
+pytestmark = pytest.mark.timeout(1500)
 PROSE = [
     "The quick brown fox jumps over the lazy dog, and then",
     "Dear reader, this letter was written on a train between two cities that no longer exist.",
@@ -60,27 +64,40 @@ def drafts(tmp_path_factory) -> dict[str, Path | None]:
     return {"plain": None, "dflash2": shipped, "dflash": v1, "oracle": shipped, "anti-oracle": shipped}
 
 
-@pytest.fixture(scope="module")
-def plain(prompts) -> tuple[Harness, list[list[int]]]:
+class Plain:
     """The target without a draft, batched: what everything else is compared with."""
-    harness = Harness("demo", max_running_requests=32)
-    return harness, [r.tokens for r in harness.run([Job(p, NUM_TOKENS) for p in prompts])]
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self.harness = Harness("demo", max_running_requests=32)
+        self._prompts, self._tokens = prompts, [[] for _ in prompts]
+
+    def tokens(self, length: int) -> list[list[int]]:
+        """Its first `length` tokens for every prompt, computed once."""
+        if len(self._tokens[0]) < length:
+            self._tokens = [r.tokens for r in self.harness.run([Job(p, length) for p in self._prompts])]
+        return [tokens[:length] for tokens in self._tokens]
 
 
-def make(kind: str, drafts, prompts, plain, **args) -> Harness:
+@pytest.fixture(scope="module")
+def plain(prompts) -> Plain:
+    return Plain(prompts)
+
+
+def make(kind: str, drafts, prompts, plain: Plain, length: int, **args) -> Harness:
     """A server with that draft."""
     harness = Harness("demo", drafts[kind], **args)
     if "oracle" in kind:
-        continuation = dict(zip(map(tuple, prompts), plain[1], strict=True))
+        continuation = dict(zip(map(tuple, prompts), plain.tokens(length), strict=True))
         harness.script_drafts(WIDTH - 1, continuation, shift=0 if kind == "oracle" else 1)
     return harness
 
 
-def check(plain, jobs: list[Job], expected: list[list[int]], results: list[Result]) -> None:
+def check(plain: Plain, jobs: list[Job], results: list[Result]) -> None:
     """Equal under the near-tie rule: at most 1 excuse per 10,000 tokens."""
+    expected = plain.tokens(jobs[0].max_new_tokens)
     ended = [i for i, r in enumerate(results) if r.finish.type != "abort"]
     got = [results[i].tokens for i in ended]
-    excused = count_excused(plain[0], [jobs[i] for i in ended], [expected[i] for i in ended], got)
+    excused = count_excused(plain.harness, [jobs[i] for i in ended], [expected[i] for i in ended], got)
     num_tokens = sum(map(len, got))
     print(f"{excused} near-ties excused in {num_tokens} tokens")
     assert excused * 10_000 <= max(num_tokens, 10_000)
@@ -112,46 +129,54 @@ SLOW = pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        ("dflash2", NUM_TOKENS),
-        ("oracle", NUM_TOKENS),
-        ("dflash", 64),
-        ("anti-oracle", 32),
+        ("dflash2", SHORT),
+        ("oracle", SHORT),
+        ("dflash", SHORT),
+        pytest.param("dflash2", NUM_TOKENS, marks=SLOW),
+        pytest.param("oracle", NUM_TOKENS, marks=SLOW),
         pytest.param("dflash", NUM_TOKENS, marks=SLOW),
         pytest.param("anti-oracle", NUM_TOKENS, marks=SLOW),
     ],
 )
 def test_batched(kind, length, drafts, prompts, plain):
-    harness = make(kind, drafts, prompts, plain, max_running_requests=32)
+    harness = make(kind, drafts, prompts, plain, length, max_running_requests=32)
     jobs = [Job(p, length) for p in prompts]
     results = harness.run(jobs)
-    check(plain, jobs, [tokens[:length] for tokens in plain[1]], results)
+    check(plain, jobs, results)
     check_acceptance(kind, results)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["plain", "dflash2", "dflash", "oracle", "anti-oracle"])
 def test_alone(kind, drafts, prompts, plain):
-    harness = make(kind, drafts, prompts, plain)
+    harness = make(kind, drafts, prompts, plain, NUM_TOKENS)
     jobs = [Job(p, NUM_TOKENS) for p in prompts]
     results = [harness.run([job])[0] for job in jobs]
-    check(plain, jobs, plain[1], results)
+    check(plain, jobs, results)
     check_acceptance(kind, results)
 
 
-@pytest.mark.parametrize("kind", ["dflash2", pytest.param("dflash", marks=pytest.mark.full)])
-def test_staggered_with_aborts_and_a_small_pool(kind, drafts, prompts, plain):
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        ("dflash2", SHORT),
+        pytest.param("dflash2", NUM_TOKENS, marks=SLOW),
+        pytest.param("dflash", NUM_TOKENS, marks=SLOW),
+    ],
+)
+def test_staggered_with_aborts_and_a_small_pool(kind, length, drafts, prompts, plain):
     """Arrivals spread out, every eighth request aborted while it decodes, a pool that forces retraction."""
     rng = random.Random(5)
-    harness = make(kind, drafts, prompts, plain, max_running_requests=32, max_total_tokens=4096)
-    jobs = [Job(p, NUM_TOKENS, arrive=rng.randrange(120)) for p in prompts]
+    pool = 2048 if length == SHORT else 4096
+    harness = make(kind, drafts, prompts, plain, length, max_running_requests=32, max_total_tokens=pool)
+    jobs = [Job(p, length, arrive=rng.randrange(length // 2)) for p in prompts]
     for job in jobs[::8]:
-        job.abort = job.arrive + rng.randrange(20, 60)
+        job.abort = job.arrive + rng.randrange(length // 16, length // 4)
     results = harness.run(jobs)
-    check(plain, jobs, plain[1], results)
+    check(plain, jobs, results)
     state = harness.scheduler.state()
     assert state["num_retractions"] > 0
     assert state["aborted_mid_block"] > 0
     assert state["finished"] + state["aborted"] == len(jobs)
     seen = {record.num_reqs for record in harness.scheduler.records}
-    assert {1, 32} <= seen or len(seen) > 20  # batches of many sizes
+    assert 1 in seen and len(seen) >= 10  # batches of many sizes

@@ -1,4 +1,10 @@
-"""The budget objective and the planner: the worked example, the invariants, and an independent brute force."""
+"""The budget objective and the planner: the worked example, the invariants, and an independent brute force.
+
+Lessons of other engines that have their regression here or beside it: pins that a missing table swallowed
+(sglang #38899), a flat table that never trims and yet is asked (#35413), budgets that differ between ranks (#31195,
+vllm #56831), a budget of zero taken for no budget (vllm #52436); in the tiers' tests, captured keys that drift from
+the asked ones (#40396, #34036); in the relay's, a reader that does not wait for its copy (#42717).
+"""
 
 import functools
 import itertools
@@ -217,6 +223,24 @@ def test_a_faster_machine_plans_the_same(seed, power):
         for t in (table, table.scaled(2.0**power))  # powers of two scale without rounding
     }
     assert len(budgets) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_pricing_the_tier_that_runs_is_never_slower_than_a_floor_lookup(seed):
+    """Both choices judged by what really runs."""
+    rng = np.random.default_rng(seed)
+    confidence = rng.random((3, 3), dtype=np.float32)
+    tiers = small_grid(4, int(rng.integers(1, 6))).tiers(3)
+    probes = tuple(tiers.num_tokens.tolist())
+    table = SpsCostTable(probes, tuple(np.sort(rng.uniform(10, 100, len(probes)))[::-1].tolist()), 12)
+    tau = candidates(
+        survivals(confidence, np.ones(3, dtype=bool)), full(3, 1), full(3, 4), EPS
+    ).expected_tokens()
+    runs = price_budgets(table, 3, 3, 9, tiers).seconds
+    by_floor = best_budget(tau, price_budgets(table, 3, 3, 9, rule=LookupRule.FLOOR).seconds)
+    by_tier = best_budget(tau, runs)
+    assert tau[by_tier] / runs[by_tier] >= tau[by_floor] / runs[by_floor]
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ from paged import Pages
 
 # The issue of a worse pair would be silent otherwise. The cards' figures lie well above.
 FLOORS = {0.0: 2.8, 1.0: 2.05}
-NUM_TOKENS = 128
+NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")

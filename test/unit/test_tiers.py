@@ -54,6 +54,7 @@ def test_every_step_has_a_key_and_the_keys_to_capture_are_those(rule):
             assert key.num_tokens == min(t for t in tiers if t >= tokens)
             asked.add(key)
     reachable = grid.reachable_keys()
+    assert grid.row_counts().tolist() == sorted({key.num_tokens for key in reachable})
     assert len(reachable) == len(set(reachable)) and set(reachable) == asked
 
 

@@ -74,6 +74,7 @@ def markov_walk(
     if uniforms is not None:
         probs = logits.new_empty(num_slots, num_reqs, vocab_size).transpose(0, 1)
         scale = temperature.clamp_min(MIN_TEMPERATURE).reciprocal()[:, None]
+        draws = (~greedy)[:, None].float()
     state = None
     previous = anchors
     chosen = []
@@ -85,13 +86,14 @@ def markov_walk(
             _add_product(corrected, features, markov.output)
         previous = corrected.argmax(-1)
         if probs is not None and uniforms is not None:
-            drawn_from = probs[:, slot].copy_(torch.softmax(corrected * scale, dim=-1))
-            previous = torch.where(greedy, previous, sample_categorical(drawn_from, uniforms[:, slot]))
+            q = torch.softmax(corrected * scale, dim=-1)
+            previous = torch.where(greedy, previous, sample_categorical(q, uniforms[:, slot]))
+            torch.mul(q, draws, out=probs[:, slot])  # zero for greedy rows, whose point mass comes last
         chosen.append(previous)
     tokens = torch.stack(chosen, dim=1)
     if probs is not None:
         at_token = torch.where(greedy[:, None], 1.0, probs.gather(2, tokens[..., None]).squeeze(2))
-        probs.mul_(~greedy[:, None, None]).scatter_(2, tokens[..., None], at_token[..., None])
+        probs.scatter_(2, tokens[..., None], at_token[..., None])
     return MarkovWalk(tokens, probs, logits)
 
 

@@ -102,9 +102,7 @@ def main() -> int:
     try:
         try:
             scheduler, ready = build_scheduler(args, channel.send)
-        except (
-            ValueError
-        ) as error:  # a folder, a draft or a limit that cannot be served: the message says it all
+        except ValueError as error:  # a folder, draft or limit that cannot be served: the message says it all
             logger.debug("building the scheduler failed", exc_info=True)
             channel.send(SchedulerFailed(str(error)))
             return 1

@@ -45,7 +45,7 @@ class AcceptanceEstimator:
         """`per_class`: greedy and sampled requests have coefficients of their own.
 
         Measured on the shipped pair, half of each (`benchmark/estimator_quality.py`): shared coefficients expect 9 %
-        too few accepted drafts of the greedy requests and 14 % too many of the sampled, their own 1 % and 0 %.
+        too few accepted drafts of the greedy requests and 12 % too many of the sampled, their own miss by 1 %.
         """
         num_classes = NUM_CLASSES if per_class else 1
         self.gamma = gamma

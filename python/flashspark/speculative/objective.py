@@ -45,12 +45,11 @@ def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDAr
     NaN counts as 0 and everything else is clamped into [0, 1]: without that S could rise along a request, and the
     drafts that rank highest would be no prefix.
     """
-    clean = np.minimum(
-        np.fmax(confidence, np.float32(0.0)), np.float32(1.0)
-    )  # fmax takes the number beside a NaN
+    clean: NDArray[np.float32] = np.fmax(confidence, np.float32(0.0))  # takes the number beside a NaN
+    np.minimum(clean, np.float32(1.0), out=clean)
     clean[~fresh] = 1.0
-    survival: NDArray[np.float32] = np.cumprod(clean, axis=1, dtype=np.float32)
-    return survival
+    np.multiply.accumulate(clean, axis=1, out=clean)
+    return clean
 
 
 def candidates(
@@ -62,12 +61,15 @@ def candidates(
     anyway and count as its base; SGLang sells both those and the ones past the cap.
     """
     before = _drafts_before_row(survival.shape[1])
-    paid = before[floors]
-    for_sale = before[caps] & (survival >= eps)
-    for_sale &= ~paid
-    base = len(survival) + float(survival[paid].sum(dtype=np.float64))
+    for_sale = survival >= eps
+    for_sale &= before.take(caps, axis=0)
+    base = float(len(survival))
+    if floors.max() > 1:
+        paid = before.take(floors, axis=0)
+        for_sale &= ~paid
+        base += float(survival[paid].sum(dtype=np.float64))
     ranked = survival[for_sale]
-    ranked.sort()
+    ranked.sort()  # in float32, which sorts faster and orders the same
     return Candidates(ranked[::-1].astype(np.float64), base)
 
 

@@ -8,6 +8,7 @@ answer and may replace it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,16 @@ class StageRecord:
     reason: str
 
 
+@cache  # names and reasons are few
 def skipped(name: str, reason: str) -> StageRecord:
     """The record of a stage that was not asked."""
     return StageRecord(name, ran=False, changed=False, reason=reason)
+
+
+@cache
+def decided(name: str, changed: bool, reason: str) -> StageRecord:
+    """The record of a stage that ran."""
+    return StageRecord(name, ran=True, changed=changed, reason=reason)
 
 
 def seeded_floors(
@@ -37,7 +45,7 @@ def seeded_floors(
     if not seeded.any():
         return floors, skipped("seeded floors", "no seeded request")
     raised = np.where(seeded, caps, floors)
-    return raised, StageRecord("seeded floors", True, bool((raised > floors).any()), "full blocks kept")
+    return raised, decided("seeded floors", bool((raised > floors).any()), "full blocks kept")
 
 
 def fairness_floors(
@@ -53,9 +61,11 @@ def fairness_floors(
     if min_drafts_every == 0:
         return floors, skipped("fairness floor", "switched off")
     waited = num_steps_without_draft >= min_drafts_every
+    if not waited.any():
+        return floors, decided("fairness floor", False, "nobody waits")
     raised = np.where(waited, np.minimum(np.maximum(floors, 2), caps), floors)
     changed = bool((raised > floors).any())
-    return raised, StageRecord("fairness floor", True, changed, "raised" if changed else "nobody waits")
+    return raised, decided("fairness floor", changed, "raised" if changed else "floors suffice")
 
 
 def pinned_budget(
@@ -68,7 +78,7 @@ def pinned_budget(
     if fraction is None:
         return None, skipped("pin", "not pinned")
     budget = min(int(fraction * num_reqs * num_columns), max_budget)
-    return budget, StageRecord("pin", True, True, "pinned")
+    return budget, decided("pin", True, "pinned")
 
 
 def trimming_is_idle(
@@ -80,13 +90,11 @@ def trimming_is_idle(
     budgets, since a smaller budget on the same tier is no cheaper.
     """
     if max_budget == 0:
-        return True, StageRecord("small batch", True, False, "nothing to trim")
+        return True, decided("small batch", False, "nothing to trim")
     if tiers is None:
         return False, skipped("small batch", "no tiers")
     idle = tiers.round_up(num_free_tokens) == tiers.round_up(num_free_tokens + max_budget)
-    return idle, StageRecord(
-        "small batch", True, idle, "one tier for all budgets" if idle else "several tiers"
-    )
+    return idle, decided("small batch", idle, "one tier for all budgets" if idle else "several tiers")
 
 
 def gain_guard(
@@ -96,8 +104,8 @@ def gain_guard(
     if budget == full_budget:
         return budget, skipped("gain guard", "nothing trimmed")
     if theta >= full_theta * (1.0 + min_gain):
-        return budget, StageRecord("gain guard", True, False, "gain is large enough")
-    return full_budget, StageRecord("gain guard", True, True, "gain is too small")
+        return budget, decided("gain guard", False, "gain is large enough")
+    return full_budget, decided("gain guard", True, "gain is too small")
 
 
 def tier_fill(
@@ -107,9 +115,7 @@ def tier_fill(
     if tiers is None:
         return budget, skipped("tier fill", "no tiers")
     filled = filled_budget(budget, num_free_tokens, max_budget, tiers.round_up(num_free_tokens + budget))
-    return filled, StageRecord(
-        "tier fill", True, filled > budget, "filled" if filled > budget else "no padding"
-    )
+    return filled, decided("tier fill", filled > budget, "filled" if filled > budget else "no padding")
 
 
 @dataclass(frozen=True)
@@ -149,16 +155,16 @@ def draft_free_choice(
     gain = plain_theta / drafted_theta - 1.0
     if not state.active:
         if gain < rule.enter_gain:
-            return False, DraftFreeState(), StageRecord("draft-free", True, False, "drafting wins")
+            return False, DraftFreeState(), decided("draft-free", False, "drafting wins")
         if state.num_steps + 1 < rule.patience:
             waiting = DraftFreeState(False, state.num_steps + 1)
-            return False, waiting, StageRecord("draft-free", True, False, "waiting")
-        return True, DraftFreeState(True, 1), StageRecord("draft-free", True, True, "plain decoding wins")
+            return False, waiting, decided("draft-free", False, "waiting")
+        return True, DraftFreeState(True, 1), decided("draft-free", True, "plain decoding wins")
     if gain < rule.leave_gain:
-        return False, DraftFreeState(), StageRecord("draft-free", True, False, "drafting wins again")
+        return False, DraftFreeState(), decided("draft-free", False, "drafting wins again")
     if state.num_steps < rule.probe_every:
         going_on = DraftFreeState(True, state.num_steps + 1)
-        return True, going_on, StageRecord("draft-free", True, True, "plain decoding wins")
+        return True, going_on, decided("draft-free", True, "plain decoding wins")
     ended = state.num_steps + 1 >= rule.probe_every + rule.probe_length
     probing = DraftFreeState(True, 0 if ended else state.num_steps + 1)
-    return False, probing, StageRecord("draft-free", True, False, "probe")
+    return False, probing, decided("draft-free", False, "probe")

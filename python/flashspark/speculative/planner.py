@@ -25,6 +25,7 @@ from .plan_stages import (
     DraftFreeRule,
     DraftFreeState,
     StageRecord,
+    decided,
     draft_free_choice,
     fairness_floors,
     gain_guard,
@@ -221,7 +222,7 @@ class VerifyPlanner:
             return self._without_prices(builder, None, "no confidence old enough")
         fresh = fresh_rows(batch.relayed.generations, batch.generations)
         builder.num_fresh = int(fresh.sum())
-        builder.add(StageRecord("confidence", True, False, "lagged"))
+        builder.add(decided("confidence", False, "lagged"))
         survival = survivals(batch.relayed.confidence, fresh)
         ranked = candidates(survival, floors, caps, settings.survival_eps)
         return self._priced_plan(builder, ranked, num_reqs, bool((batch.seeded & (caps > 1)).any()))
@@ -242,7 +243,7 @@ class VerifyPlanner:
         builder.add(small_batch)
         if self.table is None:
             return self._without_prices(builder, full, "no cost table")
-        builder.add(StageRecord("table", True, False, "priced"))
+        builder.add(decided("table", False, "priced"))
         priced = self._price(builder, ranked, num_reqs)
         budget = full
         if idle:
@@ -250,7 +251,7 @@ class VerifyPlanner:
                 builder.add(skipped(name, small_batch.reason))
         else:
             budget = builder.argmax_budget = priced.best
-            builder.add(StageRecord("argmax", True, budget < full, "trims" if budget < full else "keeps all"))
+            builder.add(decided("argmax", budget < full, "trims" if budget < full else "keeps all"))
             budget, guard = gain_guard(
                 budget, priced.theta(budget), full, priced.theta(full), settings.min_gain
             )

@@ -121,6 +121,10 @@ class TierGrid:
             below = tiers.num_slots
         return keys
 
+    def row_counts(self) -> NDArray[np.int64]:
+        """Every row count that some tier runs, rising: the cells of a `CostCorrection`."""
+        return np.unique(np.concatenate([tiers.num_tokens for tiers in self._tiers]))
+
     def full_block_is_a_tier(self, num_reqs: int) -> bool:
         """Whether n full blocks fill a tier exactly: then the uniform block is the packed layout already."""
         tiers = self.tiers(num_reqs)
