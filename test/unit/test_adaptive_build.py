@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from flashspark.attention.torch_native import TorchNativeBackend
+from flashspark.demo import DEMO_MODELS
 from flashspark.scheduler import adaptive_build
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.confidence import HeadConfidence
@@ -274,3 +275,19 @@ def test_trimmed_from_flags_the_greedy_text_is_the_static_one(folders, tmp_path,
     assert [result.tokens for result in results] == expected
     assert harness.scheduler.totals["trimmed_steps"] > 0
     assert all(sum(result.stats.verify_histogram) == result.stats.num_verify_steps for result in results)
+
+
+def test_the_shipped_calibration_fits_the_shipped_head():
+    """From the first step on confident enough to trim: a trained head needs no warm-up."""
+    path = DEMO_MODELS["demo-dspark"] / "sts.json"
+    harness = Harness(
+        "demo",
+        "demo-dspark",
+        ragged_verify_mode="compact",
+        speculative_cost_table="none",
+        max_running_requests=4,
+        speculative_dspark_confidence_sts_path=str(path),
+    )
+    temperatures = json.loads(path.read_text())["temperatures"]
+    assert harness._worker.adaptive.source.summary()["temperatures"] == pytest.approx(temperatures)
+    assert harness.scheduler.verification_state()["confidence_is_ready"]
