@@ -36,6 +36,7 @@ _DISAGGREGATION = "disaggregated serving is not available"
 Identifier = Annotated[str, StringConstraints(max_length=512)]
 # One violation is reported, so one is enough: a body can hold a million, and everyone else waits meanwhile.
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 RequestIds = Annotated[list[RequestId], Field(fail_fast=True)]
 
 
@@ -100,7 +101,7 @@ class GenerateBody(RequestModel):
 
     text: str | Texts | None = None
     input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = Field({}, description="one, or one per prompt")
+    sampling_params: dict[str, Any] | Objects = Field({}, description="one, or one per prompt")
     stream: bool = False
     rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
     speculation: SpeculationOptions | None = None
@@ -196,7 +197,7 @@ class ChatMessage(RequestModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"], BeforeValidator(_role)
     ]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    content: str | Objects | None = None
     name: Identifier | None = None
     reasoning_content: str | None = None
     tool_call_id: Identifier | None = None
