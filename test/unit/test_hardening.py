@@ -29,6 +29,8 @@ from flashspark.text import TextTokenizer
 from harness import Harness, Job
 from tiny_models import VOCAB_SIZE, write_target, write_tokenizer
 
+KEYS = [str(i) for i in range(1000)]
+
 
 def test_too_many_answers_are_refused_before_any_work():
     context = SimpleNamespace(native_defaults={})  # no tokenizer, no limits: nothing may be looked at yet
@@ -119,11 +121,16 @@ def test_one_violation_in_a_list_is_enough(model, body):
     ("model", "body", "limit"),
     [
         (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(20000)), 1)}, "16384"),
-        (CompletionBody, {"prompt": "a", **dict.fromkeys(map(str, range(1000)), 1)}, "256"),
-        (CompletionBody, {"prompt": "a", "stream_options": dict.fromkeys(map(str, range(1000)), 1)}, "256"),
+        (CompletionBody, {"prompt": "a", **dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "stream_options": dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "metadata": dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": [1] * 1025}, "1024"),
+        (GenerateBody, {"rid": "a" * 257}, "256"),
+        (ChatBody, {"messages": [{"role": "user"}], "chat_template_kwargs": dict.fromkeys(KEYS, 1)}, "256"),
+        (ChatBody, {"messages": [{"role": "user"}] * 16385}, "16384"),
     ],
 )
-def test_objects_of_too_many_keys_are_refused_by_their_number(model, body, limit):
+def test_what_is_too_long_is_refused_by_its_limit(model, body, limit):
     with pytest.raises(RequestError, match=f"the limit is {limit}$"):
         model.parse(body)
 

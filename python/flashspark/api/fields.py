@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 16384
+MAX_MESSAGES = 16384
 MAX_FIELDS = 256  # of one object, known or not
 INT64 = 2**63
 
@@ -201,6 +202,9 @@ def _first_violation(error: ValidationError, body: dict[str, Any], prefix: str) 
         case "unsupported_value":
             return RequestError(f"{name}: {first['msg']}", param=name, code="unsupported_value")
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text = _TYPE_ERRORS.get(first["type"], text.replace(" after validation", ""))
+    text = _TYPE_ERRORS.get(first["type"], text)
+    if first["type"] in {"too_long", "string_too_long"}:
+        unit = "entries" if first["type"] == "too_long" else "characters"
+        text = f"has too many {unit}, the limit is {first['ctx']['max_length']}"
     where = name or "the request body"
     return RequestError(f"{where}: {text}", param=name or None, schema=first["type"] not in _RANGE_ERRORS)
