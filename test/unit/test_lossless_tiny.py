@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from flashspark.ipc import RequestOutput
 from harness import Harness, Job, count_excused, to_message
@@ -195,3 +196,26 @@ def test_stop_strings_wait_for_min_new_tokens(folders, plain):
             assert early not in decoded[len(choice.visible_text) + 1 :]
         else:
             assert choice.visible_text == decoded
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_without_finite_logits_fails_alone(tmp_path, folders, temperature):
+    """A NaN in one token's embedding ends the requests that read it, and nobody else."""
+    target = write_target(tmp_path / "poisoned", **EOS)
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.embed_tokens.weight"][77] = float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    harness = Harness(target, folders["dflash2"])
+    healthy = [Job([5, 6, 7 + i], 20, sampling={"temperature": temperature, "seed": i}) for i in range(3)]
+    alone = [harness.run([job])[0] for job in healthy]
+    results = harness.run(
+        [healthy[0], Job([9, 77, 9], 20, sampling={"temperature": temperature}), *healthy[1:]]
+    )
+    assert results[1].finish.type == "abort"
+    assert results[1].finish.status_code == 500
+    assert "not finite" in results[1].finish.message
+    assert results[1].tokens == []
+    for i, r in zip((0, 2, 3), alone, strict=True):
+        ended_well = r.finish.type == "length"  # unless it drew the poisoned token by itself
+        assert results[i].finish.type == r.finish.type
+        assert results[i].tokens == r.tokens or not ended_well

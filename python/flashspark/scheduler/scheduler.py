@@ -26,6 +26,10 @@ from .step_record import StepRecord, decode_log_line, plan_log_line
 
 logger = logging.getLogger(__name__)
 
+_NOT_FINITE = FinishReason(
+    "abort", message="the model's logits are not finite: no token can follow this prefix", status_code=500
+)
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -225,7 +229,12 @@ class Scheduler:
             self.totals["draft_free_steps"] += not plan.draft
         num_output_tokens = 0
         drafts = plan is None or plan.draft
+        is_finite = accepted.is_finite.tolist()
         for i, request in enumerate(running):
+            if not is_finite[i]:
+                self.totals["aborted"] += 1
+                self._end(request, [], _NOT_FINITE)
+                continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
             kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
             num_output_tokens += len(kept)

@@ -28,14 +28,18 @@ def accept(
         verify_lens, rows, context_lens: int64 [R]; `context_lens` is n before the step.
     """
     drafts = draft.tokens
-    target_ids = logits.argmax(-1)[layout.block_rows]
+    best = logits.max(-1)
+    target_ids = best.indices[layout.block_rows]
+    is_finite = best.values.isfinite()[layout.block_rows].all(1)  # the maximum of a row with a NaN is NaN
     adjusted_logits: Tensor | None = None
     if step.adjusted is not None:
         chosen = step.adjusted
         adjusted_logits = sampling.adjust(
             step.adjusted_rows, logits[layout.block_rows[chosen]], drafts[chosen], context_lens[chosen]
         )
-        target_ids[chosen] = adjusted_logits.argmax(-1)
+        best = adjusted_logits.max(-1)
+        target_ids[chosen] = best.indices
+        is_finite[chosen] &= best.values.isfinite().all(1)
     num_accepted, following = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:
@@ -57,4 +61,4 @@ def accept(
 
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
-    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0])
+    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0], is_finite=is_finite)

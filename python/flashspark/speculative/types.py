@@ -59,3 +59,6 @@ class Accepted:
     num_tokens: Tensor  # int64 [R], 1 … W
     verify_lens: Tensor  # int64 [R], rows that could be accepted: num_tokens is at most that
     num_rows_run: int  # packed rows that the target ran, padding included
+    is_finite: (
+        Tensor  # bool [R]; False: the target gave no number to choose by, and nothing of the row can be used
+    )
