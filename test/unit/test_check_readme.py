@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,12 +20,19 @@ from flashspark.args.server_args import ServerArgs
 from flashspark.ipc import SamplingParams, SpeculativeStats
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("check_readme", ROOT / "scripts" / "check_readme.py")
-assert spec is not None
-assert spec.loader is not None
-check_readme = importlib.util.module_from_spec(spec)
-sys.modules["check_readme"] = check_readme
-spec.loader.exec_module(check_readme)
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[name] = script
+    spec.loader.exec_module(script)
+    return script
+
+
+check_readme = load_script("check_readme")
 
 PAGE = """# Title
 ```bash
@@ -80,6 +90,7 @@ def test_our_readme_starts_with_the_two_commands() -> None:
 
 
 README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SCRIPTS = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.*"))
 
 
@@ -89,13 +100,18 @@ def table_rows(header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
+def flag_rows() -> list[list[str]]:
+    names = ("flag", "verification flag")
+    return [row for name in names for row in table_rows(f"{name} | default | meaning")]
+
+
 def test_every_flag_it_names_exists() -> None:
     server_flags = set(build_parser()._option_string_actions)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)):
         # curl's and pip's own words, in their commands
         known = flag in server_flags or f'"{flag}"' in SCRIPTS or flag in SCRIPTS
         assert known or flag in {"--silent", "--fail", "--quiet", "--extra-index-url"}, flag
-    for flags, _, _ in table_rows("flag | default | meaning"):
+    for flags, _, _ in flag_rows():
         for flag in re.findall(r"--[\w-]+", flags):
             assert flag in server_flags, flag
 
@@ -105,7 +121,7 @@ def test_the_defaults_it_names_are_the_defaults() -> None:
 
     args = ServerArgs(model_path="demo")
     num_checked = 0
-    for flags, defaults, _ in table_rows("flag | default | meaning"):
+    for flags, defaults, _ in flag_rows():
         if flags.count("--") != len(re.findall(r"`[^`]+`", defaults)):
             continue  # told in words
         for flag, default in zip(
@@ -116,7 +132,7 @@ def test_the_defaults_it_names_are_the_defaults() -> None:
                 value = DEFAULT_CHUNKED_PREFILL_SIZE
             assert default in (str(value), f"{value:g}" if isinstance(value, float) else ""), flag
             num_checked += 1
-    assert num_checked >= 5
+    assert num_checked >= 9
     draft = ServerArgs(model_path="demo", speculative_algorithm="DFLASH", speculative_draft_model_path="x")
     assert f"`{draft.max_running_requests}` with a draft, else `{args.max_running_requests}`" in README
 
@@ -140,15 +156,18 @@ def test_the_statistics_it_names_are_those_of_an_answer() -> None:
     choice: Choice = generation.choices[0]
     choice.token_ids = [1, 2, 3]
     choice.speculative = SpeculativeStats(1, 7, 7, 2, [0, 0, 1])
-    native, openai, _ = (re.findall(r"`([\w.]+)`", row[1]) for row in table_rows("where | names"))
+    native, capped, openai, _ = (re.findall(r"`([\w.]+)`", row[1]) for row in table_rows("where | names"))
     assert set(native) <= set(spec_details(choice))
+    of_static = spec_details(choice)
+    choice.speculative = SpeculativeStats(1, 7, 7, 2, [0, 0, 1], [0] * 8 + [1])
+    assert set(capped) == set(spec_details(choice)) - set(of_static)
     assert set(openai) == set(usage([choice], [prompt], False, True)["speculative"])
     modes = SpeculationOptions.model_json_schema()["properties"]["mode"]["enum"]
     assert set(modes) == {"off", "static"}
     assert '`"speculation": {"mode": "off"}`' in README
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/demo-pair.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
     for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
@@ -161,3 +180,38 @@ def test_links_lead_somewhere(page: str) -> None:
             titles = re.findall(r"^#+ (.+)$", other.read_text(), re.M)
             anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{page}: {target}"
+
+
+def test_the_worked_example_is_what_the_functions_say() -> None:
+    script = load_script("plot_worked_example")
+    example = script.compute()
+    page = (ROOT / "docs" / "adaptive-verification.md").read_text()
+    assert script.survival_table(example) in page
+    assert script.budget_table(example) in page
+    gain = round(100 * (example.theta[example.best] / example.theta[-1] - 1))
+    assert f"{gain} % more tokens per second" in " ".join(page.split())
+
+
+def test_the_estimators_figures_are_the_recorded_ones() -> None:
+    """The table of docs/adaptive-verification.md against benchmark/results/estimator_quality.json."""
+    page = (ROOT / "docs" / "adaptive-verification.md").read_text()
+    recorded = json.loads((ROOT / "benchmark" / "results" / "estimator_quality.json").read_text())
+    table = page.split("| | temperature 0 | temperature 1 |", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table.splitlines()[2:]]
+    for column, name in enumerate(("temperature 0", "temperature 1")):
+        of = recorded[name]
+
+        def ratio(judged: dict[str, Any], name: str = name) -> str:
+            return f"{judged[name]['calibration']['expected_over_observed']:.2f}"
+
+        trimming = sorted(ratio(judged) for judged in of["online, trimming by itself"])
+        assert [row[column] for row in rows] == [
+            f"{of['online'][name]['auc']:.2f}",
+            f"{of['offline_fits']['position alone']['auc']:.2f}",
+            f"{of['offline_fits']['all of these']['auc']:.2f}",
+            ratio(of["online"]),
+            f"{trimming[0]} to {trimming[-1]}",
+            ratio(recorded["mixed traffic, per class coefficients"]),
+            ratio(recorded["mixed traffic, shared coefficients"]),
+        ]
+        assert f"{of['blocks']:,}" in page
