@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -109,8 +110,10 @@ def exact(folders):
     return table
 
 
-def draw(folders, draft: str | None, setting: dict, num_draws: int = NUM_DRAWS) -> np.ndarray:
-    """Counts of every output over `num_draws` requests."""
+def draw(
+    folders, draft: str | None, setting: dict, num_draws: int = NUM_DRAWS, prepare: Callable | None = None
+) -> np.ndarray:
+    """Counts of every output over `num_draws` requests, of a harness that `prepare` may change."""
     harness = Harness(
         folders["target"],
         folders[draft] if draft else None,
@@ -118,6 +121,8 @@ def draw(folders, draft: str | None, setting: dict, num_draws: int = NUM_DRAWS) 
         max_total_tokens=500 * 16,
         context_length=32,
     )
+    if prepare is not None:
+        prepare(harness)
     jobs = [Job(PROMPT, LENGTH, sampling={"ignore_eos": True} | setting) for _ in range(num_draws)]
     outputs = np.array([result.tokens for result in harness.run(jobs)])
     assert outputs.shape == (num_draws, LENGTH)
