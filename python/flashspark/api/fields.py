@@ -73,7 +73,9 @@ RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 # Parts of an error's path that name a branch of a union, not a field.
-_UNION_BRANCHES = frozenset({"str", "int", "list[str]", "list[dict[str,any]]", "dict[str,any]"})
+_UNION_BRANCHES = frozenset(
+    {"str", "int", "bool", "float", "list[str]", "list[dict[str,any]]", "dict[str,any]"}
+)
 # A value of the right type outside its range; every other violation is one of the schema.
 _RANGE_ERRORS = frozenset(
     {

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from .fields import (
+    INT64,
     Interval,
     LogitBias,
     MinP,
@@ -257,6 +258,12 @@ class AbortBody(RequestModel):
     abort_message: Identifier | None = None
 
 
+class SetInternalStateBody(RequestModel):
+    """`/set_internal_state`: live settings by name; a null clears one that can be cleared."""
+
+    server_args: dict[str, bool | Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | float | None]
+
+
 # Request models by route, for the OpenAPI document and for the test that walks every field.
 BODIES: dict[str, type[RequestModel]] = {
     "/generate": GenerateBody,
@@ -265,4 +272,5 @@ BODIES: dict[str, type[RequestModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
+    "/set_internal_state": SetInternalStateBody,
 }
