@@ -39,8 +39,8 @@ class LiveServer:
             ProfileError: nobody answers.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base_url + path, data, self._headers, method=method)
         try:
+            request = urllib.request.Request(self.base_url + path, data, self._headers, method=method)
             with self._opener.open(request, timeout=timeout_s) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:

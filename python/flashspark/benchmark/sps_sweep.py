@@ -154,18 +154,24 @@ class Progress:
 
 
 class Load(threading.Thread):
-    """One batch in flight; its end, good or bad, is looked at by the sweep."""
+    """One batch in flight; its end, good or bad, is looked at by the sweep.
+
+    Wait for `ended`, not with `join`: before Python 3.13 an interrupted join takes a running thread for a dead one.
+    """
 
     def __init__(self, server: LiveServer, prompts: list[list[int]], settings: SweepSettings) -> None:
         super().__init__(daemon=True)
         self._server, self._prompts, self._settings = server, prompts, settings
         self.error: Exception | None = None
+        self.ended = threading.Event()
 
     def run(self) -> None:
         try:
             self._server.generate(self._prompts, self._settings.temperature, self._settings.max_new_tokens)
         except Exception as error:
             self.error = error
+        finally:
+            self.ended.set()
 
 
 class Sweep:
@@ -233,8 +239,7 @@ class Sweep:
         settings, first_seen = self._settings, None
         assert self._load is not None
         while True:
-            self._load.join(settings.poll_seconds)
-            ended = not self._load.is_alive()
+            ended = self._load.ended.wait(settings.poll_seconds)
             if ended and self._load.error is not None:
                 raise self._load.error
             steady = select_steady(self._records(), cell.batch_size, after)
@@ -274,16 +279,15 @@ class Sweep:
     def _end_load(self) -> None:
         if self._load is None:
             return
-        if self._load.is_alive():
+        if not self._load.ended.is_set():
             self._server.abort_all()
-        self._load.join(LOAD_END_SECONDS)
-        if self._load.is_alive():
+        if not self._load.ended.wait(LOAD_END_SECONDS):
             raise ProfileError(f"the load did not end within {LOAD_END_SECONDS:g} s of its abort")
         self._load = None
 
     def _clean_up(self) -> None:
         """Takes load and pin away. Says what to do by hand where the server does not answer."""
-        if self._load is not None and self._load.is_alive():
+        if self._load is not None and not self._load.ended.is_set():
             try:
                 self._server.abort_all()
             except ProfileError as error:

@@ -1,0 +1,80 @@
+"""The profiler against a real server: every control call, every field it reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from e2e.server import Server, running_server, speculative
+from flashspark.speculative.cost_table import SpsCostTable, load_cost_table
+
+PROFILER = [sys.executable, "-m", "flashspark.benchmark.dspark_sps_profiler"]
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny pair, started for profiling."""
+    log = tmp_path_factory.mktemp("profiled") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DSPARK_ENABLE_SPS_RECORD", "1")
+        patch.setenv("SGLANG_SIMULATE_ACC_LEN", "1.0")
+        flags = ["--max-running-requests", "4"]
+        with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
+            yield running
+
+
+def profile(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROFILER, *flags], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_what_a_profiler_reads(profiled: Server) -> None:
+    info = profiled.http.get("/server_info").json()
+    assert info["disable_cuda_graph"] is False
+    state = info["internal_states"][0]
+    assert state["cuda_graph_config"]["decode"]["bs"] == [1, 2, 3, 4]
+    assert state["cuda_graph_config"]["decode"]["max_bs"] == 4
+    assert state["effective_max_running_requests_per_dp"] == 4
+    assert state["memory_usage"]["token_capacity"] == info["max_total_num_tokens"]
+    feed = state["dspark_info_record"]
+    assert (feed["mode"], feed["simulate_acc_len"]) == ("static", 1.0)
+    assert feed["verify_num_draft_tokens"] == feed["gamma"] + 1 == 6
+    assert feed["components"] == ["core", "step_cpu_time"]
+    assert "no draft is accepted" in profiled.log
+
+
+def test_a_table_of_a_live_server(profiled: Server, tmp_path: Path) -> None:
+    out = tmp_path / "table.json"
+    short = ["--min-steady-steps", "8", "--min-steady-seconds", "0", "--poll-seconds", "0.1"]
+    done = profile("all", "--base-url", profiled.url, "--out", str(out), "--batch-size", "1", "4", *short)
+    assert done.returncode == 0, done.stderr + profiled.log
+    table = load_cost_table(out)
+    assert isinstance(table, SpsCostTable)
+    assert table.sample_batch_tokens == (6, 24)
+    assert not table.is_uninitialized
+    profiled.wait_idle()
+
+
+def test_pins_are_refused_where_nothing_is_planned(profiled: Server, tmp_path: Path) -> None:
+    def change(values: dict) -> httpx.Response:
+        return profiled.http.post("/set_internal_state", json={"server_args": values})
+
+    assert change({"dspark_force_budget_frac": 0.5}).json() == [False]
+    assert "dspark_force_budget_frac: verification is static" in profiled.log
+    assert change({"dspark_clear_info_records": 1}).json() == [True]
+    assert profiled.state()["dspark_info_record"]["records"] == []
+    done = profile("run", "--base-url", profiled.url, "--out", str(tmp_path / "t.json"), "--fracs", "0.5")
+    assert done.returncode == 1
+    assert "--ragged-verify-mode compact" in done.stderr
+
+
+def test_other_simulations_do_not_start(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.5")
+        server = Server(*speculative(*tiny_pair), log=tmp_path / "log")
+    assert server.wait_exit(60) == 2
+    assert "SGLANG_SIMULATE_ACC_LEN=2.5 is not available" in server.log
