@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from demo_pair import checkpoint, decode, loop, settings, train_draft  # noqa: E402
+from demo_pair import calibration, checkpoint, decode, loop, settings, train_draft, train_dspark  # noqa: E402
 from demo_pair.corpus import Deduplicator, Document, clean  # noqa: E402
-from demo_pair.draft_model import Backbone, DFlash2  # noqa: E402
-from demo_pair.generate import LockStepSampler  # noqa: E402
+from demo_pair.draft_model import Backbone, DFlash2, DSpark  # noqa: E402
+from demo_pair.generate import LockStepSampler, Written  # noqa: E402
 from demo_pair.mining import functions_of, mine_chats, mine_prompts  # noqa: E402
 from demo_pair.optim import MuonAdamW  # noqa: E402
 from demo_pair.sources import permitted_text  # noqa: E402
@@ -41,6 +41,15 @@ def tiny() -> tuple[Target, DFlash2]:
     target = Target(shape)
     draft = DFlash2(replace(run.draft, target=shape))
     _randomise(target)
+    _randomise(draft)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def tiny_dspark(tiny: tuple[Target, DFlash2]) -> tuple[Target, DSpark]:
+    target, _ = tiny
+    torch.manual_seed(5)
+    draft = DSpark(replace(settings.smoke().dspark, target=target.shape))
     _randomise(draft)
     return target, draft
 
@@ -103,14 +112,80 @@ def test_fresh_dflash2_equals_dflash_v1(tiny: tuple[Target, DFlash2]) -> None:
     assert torch.equal(scores, torch.zeros_like(scores))
 
 
+def test_packed_dspark_blocks_equal_incremental_blocks(tiny_dspark: tuple[Target, DSpark]) -> None:
+    """Corrected logits and confidence of the training step equal those of the walk over caches, at every anchor."""
+    target, draft = tiny_dspark
+    ids = torch.randint(4, 96, (1, 40))
+    anchors, gamma = torch.tensor([[0, 1, 5, 17, 31]]), draft.shape.block_size
+    features, _ = target.hidden(ids, draft.shape.target_layer_ids)
+    packed = draft.block_hidden(target, features, ids.gather(1, anchors), anchors)
+    head = target.model.embed_tokens.weight
+    for column, anchor in enumerate(anchors[0].tolist()):
+        alone = _incremental(target, draft, ids, anchor)
+        proposal = decode.propose(draft, target, alone, ids[:, anchor], 0.0)
+        predecessors = torch.cat((ids[:, anchor : anchor + 1], proposal.ids[:, :-1]), dim=1)
+        logits, confidence = draft.heads(packed[:, column], predecessors, head)
+        assert alone.shape[1] == gamma and torch.equal(logits.argmax(-1), proposal.ids)
+        torch.testing.assert_close(confidence, proposal.confidence, atol=2e-4, rtol=1e-4)
+        again, _ = draft.heads(alone, predecessors, head)
+        torch.testing.assert_close(logits, again, atol=2e-4, rtol=1e-4)
+
+
+def test_dspark_rows_draft_the_token_behind_them(tiny_dspark: tuple[Target, DSpark]) -> None:
+    """A Markov head that knows which token follows which, over silent rows, is right from the first row on."""
+    target, _ = tiny_dspark
+    run = replace(settings.smoke(), target=target.shape)
+    draft = DSpark(replace(run.dspark, target=target.shape, markov_rank=96))
+    run = replace(run, dspark=draft.shape)
+    ids = (torch.arange(60) * 7 % 96)[None]
+    with torch.no_grad():
+        draft.norm.weight.zero_()
+        draft.markov_head.markov_w1.weight.copy_(torch.eye(96))
+        draft.markov_head.markov_w2.weight.copy_(100.0 * torch.eye(96).roll(7, 0))
+    step = train_dspark.DSparkStep(run, target, draft, Written(ids, torch.tensor([5]), 0.0))
+    _, figures = step.on(ids, torch.tensor([[4, 20, 52]]))
+    assert figures["label"].tolist() == [1.0] * draft.shape.block_size
+
+
+def test_dspark_confidence_learns_the_acceptance_probability(tiny_dspark: tuple[Target, DSpark]) -> None:
+    target, draft = tiny_dspark
+    hidden, teacher = torch.randn(3, 7, 64), torch.randn(3, 7, 64)
+    ids = torch.randint(4, 96, (3, 8))
+    head, recipe = target.model.embed_tokens.weight, settings.DSparkRecipe(ce=0.0, tv=0.0, decay=1e9)
+    loss, figures = train_dspark.block_losses(hidden, teacher, ids[:, 1:], ids[:, :-1], head, draft, recipe)
+    logits, confidence = draft.heads(hidden, ids[:, :-1], head)
+    q, p = torch.softmax(logits, -1), torch.softmax(target.logits(teacher), -1)
+    accepted = torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(figures[1], accepted.mean(0))
+    expected = torch.nn.functional.binary_cross_entropy(torch.sigmoid(confidence), accepted)
+    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_temperatures_undo_a_stretched_confidence() -> None:
+    torch.manual_seed(2)
+    true = torch.randn(20_000, 3, dtype=torch.float64) + 1.0
+    prefix = (torch.rand_like(true) < torch.sigmoid(true)).cumprod(1).bool()
+    stretched = true * torch.tensor([2.0, 0.5, 4.0])
+    found = calibration.fit_temperatures(stretched, prefix)
+    assert [round(t / e, 1) for t, e in zip(found, (2.0, 0.5, 4.0), strict=True)] == pytest.approx(
+        [1] * 3, abs=0.2
+    )
+    checked = calibration.check(stretched, prefix, found)
+    assert max(checked["ece_after"]) < 0.02 < min(checked["ece_before"])
+    assert checked["expected_after"] == pytest.approx(checked["observed"], abs=0.02)
+    ranked = calibration.ranking(true, prefix)
+    assert 0.6 < ranked["auc"] < 0.9 and calibration.area_under_curve(-true[:, 0], prefix[:, 0]) < 0.4
+
+
 def test_anchors_start_at_the_last_prompt_token_and_leave_room_for_a_block() -> None:
     anchors = train_draft.draw_anchors(torch.tensor([5, 30]), 4000, 64, 8)
     assert anchors[0].min() == 4 and anchors[1].min() == 29
     assert anchors.max() == 56
 
 
-def test_greedy_speculation_writes_what_the_target_writes(tiny: tuple[Target, DFlash2]) -> None:
-    target, draft = tiny
+@pytest.mark.parametrize("pair", ["tiny", "tiny_dspark"])
+def test_greedy_speculation_writes_what_the_target_writes(pair: str, request: pytest.FixtureRequest) -> None:
+    target, draft = request.getfixturevalue(pair)
     prompts = [torch.randint(4, 96, (n,)).tolist() for n in (2, 9, 30)]
     traces = decode.speculate(target, draft, prompts, 0.0, 24)
     for prompt, trace in zip(prompts, traces, strict=True):
@@ -271,15 +346,26 @@ def test_shipped_files_have_the_documented_names_shapes_and_sizes() -> None:
     assert shapes["layers.0.mlp_conv.kernel_projection.weight"] == (2 * 2 * 16, 256)
     assert shapes["candidate_selector.predecessor_codebook"] == (4096, special["selector_rank"])
     assert "embed_tokens.weight" not in shapes and "lm_head.weight" not in shapes
+    spark = json.loads((DEMO / "dspark" / "config.json").read_text())
+    assert spark["architectures"] == ["Qwen3DSparkModel"] and spark["sample_from_anchor"] is True
+    assert (spark["block_size"], spark["markov_head_type"], spark["is_causal"]) == (7, "vanilla", False)
+    assert spark["target_layer_ids"] == special["target_layer_ids"] and spark["mask_token_id"] == 3
+    shapes = {n: tuple(t.shape) for n, t in load_file(DEMO / "dspark" / "model.safetensors").items()}
+    assert shapes["markov_head.markov_w1.weight"] == shapes["markov_head.markov_w2.weight"] == (4096, 128)
+    assert shapes["confidence_head.proj.weight"] == (1, 256 + 128)
+    assert shapes["confidence_head.proj.bias"] == (1,) and "lm_head.weight" not in shapes
+    sts = json.loads((DEMO / "dspark" / "sts.json").read_text())
+    assert len(sts["temperatures"]) == len(sts["ece_after"]) == 7 and min(sts["temperatures"]) > 0
     assert 6.0e6 <= sum(p.numel() for p in checkpoint.load_target(DEMO / "target", CPU).parameters()) <= 8.3e6
 
 
 @SHIPPED
-def test_shipped_pair_keeps_its_acceptance() -> None:
+@pytest.mark.parametrize(("name", "floors"), [("dflash2", (3.2, 2.0)), ("dspark", (2.9, 1.9))])
+def test_shipped_pair_keeps_its_acceptance(name: str, floors: tuple[float, float]) -> None:
     target = checkpoint.load_target(DEMO / "target", CPU)
-    draft = checkpoint.load_dflash2(DEMO / "dflash2", target)
+    draft = checkpoint.load_draft(DEMO / name, target)
     prompts = [p["token_ids"] for p in json.loads((DEMO / "prompts.json").read_text())[:8]]
-    for temperature, floor in ((0.0, 3.2), (1.0, 2.0)):
+    for temperature, floor in zip((0.0, 1.0), floors, strict=True):
         traces = decode.speculate(target, draft, prompts, temperature, 48)
         assert sum(sum(t.kept) for t in traces) / sum(len(t.kept) for t in traces) >= floor
 

@@ -10,6 +10,7 @@ _HERE = Path(__file__).resolve().parent
 DEMO_MODELS: dict[str, Path] = {
     "demo": _HERE / "target",
     "demo-dflash2": _HERE / "dflash2",
+    "demo-dspark": _HERE / "dspark",
 }
 # The 64 held-out prompts (id, source, licence, text, token_ids) on which acceptance is measured.
 DEMO_PROMPTS: Path = _HERE / "prompts.json"
