@@ -218,7 +218,7 @@ def test_the_lossless_threshold_is_what_it_is(pair):
 def test_the_environment_prepares_a_profile(pair, monkeypatch, caplog):
     engine = harness(pair)
     plain = prepare_profiling(engine.scheduler, engine.ready)
-    assert plain.info["step_batch_sizes"] == [1, 2, 3, 4]
+    assert plain.info["verify_request_buckets"] == [1, 2, 3, 4]
     assert plain.info["dspark_record_components"] == []
     assert engine.scheduler.info_record() is None
     monkeypatch.setenv("SGLANG_DSPARK_ENABLE_SPS_RECORD", "1")

@@ -118,6 +118,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     """Every resolved flag, the engine's limits, and its live state."""
     flags = {key: value for key, value in context.args.to_dict().items() if key not in _SECRET_ARGS}
     ready = context.ready
+    tiers = _fixed_tiers(ready.info.get("verify_request_buckets"))
     state: dict[str, Any] = {}
     try:
         reply = await context.engine.state()
@@ -130,7 +131,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     internal = {
         **flags,
         **ready.info,
-        **_graphs(ready.info.get("step_batch_sizes")),
+        **tiers,
         "context_length": ready.context_length,
         "effective_max_running_requests_per_dp": ready.max_running_requests,
         "memory_usage": {"token_capacity": ready.max_total_num_tokens},
@@ -140,7 +141,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     body = {
         **flags,
         **ready.info,
-        **_graphs(ready.info.get("step_batch_sizes")),
+        **tiers,
         "launch_command": context.launch_command,
         "status": context.status,
         "max_total_num_tokens": ready.max_total_num_tokens,
@@ -159,16 +160,12 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     return json_response(body)
 
 
-def _graphs(step_batch_sizes: Any) -> dict[str, Any]:
-    """The fixed shapes that steps are padded to, where scripts look for those of CUDA graphs, on a CPU too."""
-    if not step_batch_sizes:
+def _fixed_tiers(buckets: Any) -> dict[str, Any]:
+    """What scripts that profile a server want to know of its graphs: whether steps run in fixed shapes, and which."""
+    if not isinstance(buckets, list) or not buckets:
         return {}
-    decode = {"backend": "tiers", "max_bs": max(step_batch_sizes), "bs": step_batch_sizes}
-    return {
-        "disable_cuda_graph": False,
-        "cuda_graph_bs_decode": step_batch_sizes,
-        "cuda_graph_config": {"decode": decode},
-    }
+    decode = {"backend": "full", "bs": buckets, "max_bs": buckets[-1]}
+    return {"disable_cuda_graph": False, "cuda_graph_config": {"decode": decode}}
 
 
 async def get_load(request: Request, context: ServerContext) -> Response:

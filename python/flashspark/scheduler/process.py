@@ -107,7 +107,7 @@ def prepare_profiling(scheduler: Scheduler, ready: SchedulerReady) -> SchedulerR
             simulated,
         )
     profiling = {
-        "step_batch_sizes": scheduler.step_batch_sizes,
+        "verify_request_buckets": scheduler.verify_request_buckets,
         "dspark_record_components": list(components),
         "simulate_acc_len": simulated,
     }

@@ -150,7 +150,7 @@ class Scheduler:
         self._worker.accepts_drafts = False
 
     @property
-    def step_batch_sizes(self) -> list[int]:
+    def verify_request_buckets(self) -> list[int]:
         """Batch sizes that steps are padded to; in static verification each runs as it is."""
         adaptive = self._worker.adaptive
         if adaptive is None or adaptive.planner.grid is None:
