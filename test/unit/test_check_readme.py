@@ -148,7 +148,9 @@ def test_the_statistics_it_names_are_those_of_an_answer() -> None:
     assert '`"speculation": {"mode": "off"}`' in README
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/demo-pair.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/architecture.md", "docs/demo-pair.md", "docs/profiling.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
     for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
