@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +13,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.server import Server, running_server, speculative
+from e2e.server import Server, poll, running_server, speculative
+from flashspark.args import ServerArgs
+from flashspark.benchmark.sps_fit import fit_errors, fit_table
+from flashspark.benchmark.sps_rounds import ProfileFiles
 from flashspark.speculative.cost_table import SpsCostTable, load_cost_table
 
 PROFILER = [sys.executable, "-m", "flashspark.benchmark.dspark_sps_profiler"]
+needs_modes = pytest.mark.skipif(
+    "speculative_cost_table" not in {field.name for field in dataclasses.fields(ServerArgs)},
+    reason="needs the flags of the ragged modes",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +38,8 @@ def profiled(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
             yield running
 
 
-def profile(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROFILER, *flags], capture_output=True, text=True, timeout=120, check=False)
+def profile(*flags: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROFILER, *flags], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def test_what_a_profiler_reads(profiled: Server) -> None:
@@ -78,3 +88,72 @@ def test_other_simulations_do_not_start(tiny_pair: tuple[Path, Path], tmp_path: 
         server = Server(*speculative(*tiny_pair), log=tmp_path / "log")
     assert server.wait_exit(60) == 2
     assert "SGLANG_SIMULATE_ACC_LEN=2.5 is not available" in server.log
+
+
+# Two dimensions, in mode compact, without a table: the pair that is shipped, so that steps take a real time.
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The shipped pair, started for profiling from scratch."""
+    log = tmp_path_factory.mktemp("compact") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DSPARK_ENABLE_SPS_RECORD", "1")
+        patch.setenv("SGLANG_SIMULATE_ACC_LEN", "1.0")
+        flags = ["--ragged-verify-mode", "compact", "--speculative-cost-table", "none"]
+        flags += ["--max-running-requests", "16"]
+        with running_server(*speculative("demo", "demo-dflash2"), *flags, log=log) as running:
+            yield running
+
+
+def pinned(server: Server) -> float | None:
+    return server.state()["pinned_budget_fraction"]
+
+
+@needs_modes
+@pytest.mark.full
+def test_a_2d_table_from_scratch_predicts_cells_it_has_not_seen(compact: Server, tmp_path: Path) -> None:
+    files = ProfileFiles(tmp_path / "table.json")
+    sweep = ["--batch-size", "1", "2", "3", "4", "6", "8", "12", "16", "--fracs", "0.25", "0.5", "0.75", "1"]
+    short = [
+        "--min-steady-steps",
+        "12",
+        "--min-steady-seconds",
+        "0",
+        "--poll-seconds",
+        "0.1",
+        "--repeats",
+        "3",
+    ]
+    done = profile("run", "--base-url", compact.url, "--out", str(files.table), *sweep, *short, timeout_s=280)
+    assert done.returncode == 0, done.stderr + compact.log
+    assert pinned(compact) is None
+    rounds = (
+        files.load_rounds()
+    )  # seen and unseen cells were measured in turn, so the machine's mood is shared
+    table = fit_table([one for one in rounds if one.batch_size in {1, 2, 4, 8, 16}])
+    errors = [
+        abs(error.relative)
+        for error in fit_errors(table, [one for one in rounds if one.batch_size in {3, 6, 12}])
+    ]
+    assert len(errors) == 12
+    assert statistics.median(errors) < 0.15, errors
+    compact.wait_idle()
+
+
+@needs_modes
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_the_server_unpinned(compact: Server, tmp_path: Path, number: int) -> None:
+    command = [*PROFILER, "run", "--base-url", compact.url, "--out", str(tmp_path / "t.json")]
+    process = subprocess.Popen([*command, "--batch-size", "4", "--fracs", "0.5"], stderr=subprocess.PIPE)
+    try:
+        poll("a cell under way", lambda: compact.state()["num_running_reqs"] == 4)
+        assert pinned(compact) in {0.5, 1.0}  # the warm-up's, or already the cell's
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert pinned(compact) is None
+    compact.wait_idle()

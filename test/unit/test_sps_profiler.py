@@ -367,7 +367,7 @@ def test_an_interrupt_clears_the_pin_and_takes_the_load_away(tmp_path, number):
             while len(server.records) < 5:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            assert server.pin == 1.0
+            assert server.pin in {0.5, 1.0}
             process.send_signal(number)
             _, errors = process.communicate(timeout=20)
         finally:

@@ -197,10 +197,10 @@ class Sweep:
         with _terminate_as_interrupt():
             try:
                 warm_up = min(WARM_UP_BATCH, max(cell.batch_size for cell in cells))
-                self._measure(Cell(0, warm_up, None if cells[0].frac is None else 1.0))
+                self._measure(Cell(0, warm_up, None if cells[0].frac is None else 1.0), min_seconds=0.0)
                 rounds = []
                 for cell in cells:
-                    steady, load_info = self._measure(cell)
+                    steady, load_info = self._measure(cell, self._settings.min_steady_seconds)
                     measured = make_round(steady, cell, self._facts.width, load_info)
                     self._files.append(measured, cell, steady)
                     self._progress.done(cell, measured)
@@ -210,7 +210,7 @@ class Sweep:
                 with _uninterrupted():
                     self._clean_up()
 
-    def _measure(self, cell: Cell) -> tuple[SteadySteps, dict[str, Any]]:
+    def _measure(self, cell: Cell, min_seconds: float) -> tuple[SteadySteps, dict[str, Any]]:
         self._progress.cell(cell, None)
         if cell.frac is not None:
             self._pin(cell.frac)
@@ -222,7 +222,7 @@ class Sweep:
             self._server, self._prompts(cell.batch_size * self._facts.num_ranks), self._settings
         )
         self._load.start()
-        steady = self._watch(cell, after, started)
+        steady = self._watch(cell, after, started, min_seconds)
         self._end_load()
         for warning in check_steady(steady, cell, self._facts.width, self._settings.min_steady_steps):
             self._progress.note(f"warning: {warning}")
@@ -234,7 +234,7 @@ class Sweep:
         }
         return steady, load_info
 
-    def _watch(self, cell: Cell, after: int, started: float) -> SteadySteps:
+    def _watch(self, cell: Cell, after: int, started: float, min_seconds: float) -> SteadySteps:
         """Polls until there are enough steps, the load has ended, or time is up."""
         settings, first_seen = self._settings, None
         assert self._load is not None
@@ -248,7 +248,7 @@ class Sweep:
             if first_seen is None and steady.num_aligned:
                 first_seen = now
             enough = steady.num_aligned >= NUM_WARM_UP_STEPS + settings.min_steady_steps
-            long_enough = first_seen is not None and now - first_seen >= settings.min_steady_seconds
+            long_enough = first_seen is not None and now - first_seen >= min_seconds
             if (enough and long_enough) or ended or now - started > settings.round_timeout_s:
                 return steady
 
