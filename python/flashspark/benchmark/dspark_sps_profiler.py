@@ -174,6 +174,8 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
         None,
         "tokenizer, where the server does not say how large its vocabulary is",
     )
+    same = ("sps", "info")
+    add("--recorder-source", str, None, "accepted for scripts: both name the one feed there is", choices=same)
     add("--api-key", str, None, "key of the server, the admin key where it has one")
 
 
