@@ -58,8 +58,8 @@ def _shown(argv: Sequence[str]) -> str:
     shown, hide_next = [], False
     for word in argv:
         name, equals, _ = word.partition("=")
-        secret = name.startswith("--") and "api-key".startswith(
-            name.removeprefix("--").removeprefix("admin-")
+        secret = name.startswith("--a") and any(
+            flag.startswith(name) for flag in ("--api-key", "--admin-api-key")
         )
         shown.append("***" if hide_next else f"{name}=***" if secret and equals else word)
         hide_next = secret and not equals

@@ -217,6 +217,7 @@ def test_keys_stay_out_of_the_launch_command():
     from flashspark.launch_server import _shown
 
     words = ["--model", "m", "--api-key", "s1", "--admin-api-key=s2", "--api", "s3", "--port", "1"]
+    assert _shown(["--admin", "b", "--adm=b", "--port", "1"]) == "--admin '***' '--adm=***' --port 1"
     assert _shown(words) == "--model m --api-key '***' '--admin-api-key=***' --api '***' --port 1"
 
 

@@ -74,7 +74,13 @@ class ServerContext:
     def _chat_defaults(self) -> dict[str, Any]:
         if self.args.sampling_defaults == "openai":
             return {}
-        return chat_defaults(_read_json_object(Path(self.args.model_path) / "generation_config.json"))
+        path = Path(self.args.model_path) / "generation_config.json"
+        try:
+            return chat_defaults(_read_json_object(path))
+        except RequestError as error:
+            raise StartupError(
+                f"{path.parent}/{error.message}; --sampling-defaults openai ignores it"
+            ) from None
 
     def _native_defaults(self) -> dict[str, Any]:
         defaults = json.loads(self.args.preferred_sampling_params or "{}")

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from .errors import RequestError
 
 MAX_CHOICES = 128
+MAX_ANSWERS_PER_CALL = 4096  # prompts times choices
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024

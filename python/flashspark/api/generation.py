@@ -20,8 +20,6 @@ from flashspark.text import StopMatcher, TextTokenizer
 from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
 from .errors import RequestError, unavailable
 
-MAX_REQUESTS_PER_CALL = 4096
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -140,10 +138,6 @@ class Generation:
                 request_id = prompt.request_id if prompt.n == 1 else f"{prompt.request_id}_{j}"
                 choice = Choice(len(self.choices), prompt_index, request_id, prompt, tokenizer, speculation)
                 self.choices.append(choice)
-        if len(self.choices) > MAX_REQUESTS_PER_CALL:
-            raise RequestError(
-                f"n: {len(self.choices)} answers in one call, the limit is {MAX_REQUESTS_PER_CALL}", param="n"
-            )
         self._by_id = {choice.request_id: choice for choice in self.choices}
         self._call: EngineCall | None = None
         self._empty: list[Choice] = []
@@ -161,7 +155,7 @@ class Generation:
                     request_id=choice.request_id,
                     input_ids=choice.prompt.input_ids,
                     sampling=choice.prompt.sampling,
-                    choice_index=choice.index - self._first_index(choice.prompt_index),
+                    choice_index=choice.index % choice.prompt.n,  # `n` is the same for all prompts of a call
                     speculation=self.speculation,
                 )
             )
@@ -171,9 +165,6 @@ class Generation:
             raise RequestError(f"rid: {str(error)!r} is in use by a request in flight", param="rid") from None
         except EngineDead as error:
             raise unavailable(f"the engine is down: {error}") from None
-
-    def _first_index(self, prompt_index: int) -> int:
-        return sum(prompt.n for prompt in self.prompts[:prompt_index])
 
     @property
     def finished(self) -> bool:

@@ -15,6 +15,7 @@ from .errors import RequestError, native_stream_error
 from .generation import Choice, Generation, Prompt, meta_info
 from .protocol import GenerateBody, NativeSampling
 from .sampling import (
+    check_num_answers,
     check_prompt_ids,
     encode_prompt,
     fit,
@@ -84,6 +85,7 @@ class _Answers:
 async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Prompt], bool]:
     inputs, name, is_batch = _inputs(body)
     samplings = _samplings(body, context, len(inputs))
+    check_num_answers(len(inputs), samplings[0].n)
     ids = request_ids(body.rid, len(inputs), uuid.uuid4().hex)
     prompts = []
     for i, (item, sampling) in enumerate(zip(inputs, samplings, strict=True)):

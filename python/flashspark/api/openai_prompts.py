@@ -12,7 +12,15 @@ from .context import ServerContext
 from .errors import RequestError
 from .generation import Prompt
 from .protocol import ChatBody, ChatMessage, CompletionBody
-from .sampling import check_prompt_ids, encode_prompt, fit, openai_lengths, request_ids, sampling_params
+from .sampling import (
+    check_num_answers,
+    check_prompt_ids,
+    encode_prompt,
+    fit,
+    openai_lengths,
+    request_ids,
+    sampling_params,
+)
 
 
 async def completion_prompts(body: CompletionBody, context: ServerContext, call_id: str) -> list[Prompt]:
@@ -22,6 +30,7 @@ async def completion_prompts(body: CompletionBody, context: ServerContext, call_
             f"best_of: {body.best_of} is not available; leave it out, or use the value of n", param="best_of"
         )
     inputs = _completion_inputs(body.prompt)
+    check_num_answers(len(inputs), body.n)
     ids = request_ids(body.rid, len(inputs), call_id)
     lengths = openai_lengths(body, body.max_tokens, "max_tokens")
     prompts = []

@@ -35,6 +35,9 @@ _MEDIA = "this model takes text only"
 _DISAGGREGATION = "disaggregated serving is not available"
 
 Identifier = Annotated[str, StringConstraints(max_length=512)]
+# One violation is reported, so one is enough: a body can hold a million, and everyone else waits meanwhile.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+RequestIds = Annotated[list[RequestId], Field(fail_fast=True)]
 
 
 def _role(value: Any) -> Any:
@@ -96,11 +99,11 @@ class NativeSampling(SamplingFields):
 class GenerateBody(RequestModel):
     """`/generate`. Either `text` or `input_ids`, one or a batch."""
 
-    text: str | list[str] | None = None
+    text: str | Texts | None = None
     input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field({}, description="one, or one per prompt")
     stream: bool = False
-    rid: RequestId | list[RequestId] | None = Field(None, description="the client's id, to abort by")
+    rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
     speculation: SpeculationOptions | None = None
     return_prompt_token_ids: bool = False
     return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
@@ -147,7 +150,7 @@ class OpenAIFields(SamplingFields):
     seed: Seed | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    rid: RequestId | list[RequestId] | None = Field(None, description="the client's id, to abort by")
+    rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
     speculation: SpeculationOptions | None = None
     return_cached_tokens_details: bool = Field(False, description="adds sglext.cached_tokens_details")
     return_spec_tokens_details: bool = Field(False, description="adds sglext.spec_tokens_details")
@@ -194,7 +197,7 @@ class ChatMessage(RequestModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"], BeforeValidator(_role)
     ]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     name: Identifier | None = None
     reasoning_content: str | None = None
     tool_call_id: Identifier | None = None
@@ -208,7 +211,7 @@ class ChatMessage(RequestModel):
 class ChatBody(OpenAIFields):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: PositiveTokens | None = Field(None, description="beats max_tokens")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     return_meta_info: bool = Field(False, description="adds meta_info to each choice (not streamed)")
@@ -235,8 +238,8 @@ class TokenizeBody(RequestModel):
     """`/tokenize`: either `prompt` or `messages`."""
 
     model: Identifier = "default"
-    prompt: str | list[str] | None = None
-    messages: list[ChatMessage] | None = None
+    prompt: str | Texts | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = neutral(None, [], remedy=_TOOLS)

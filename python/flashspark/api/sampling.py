@@ -11,6 +11,7 @@ from flashspark.ipc import SamplingParams, SchedulerReady, SpeculationMode
 from flashspark.text import TextTokenizer
 
 from .errors import RequestError
+from .fields import MAX_ANSWERS_PER_CALL
 from .protocol import NativeSampling, OpenAIFields, SamplingFields, SpeculationOptions
 
 # Longer texts are tokenised in a thread: the event loop serves everyone else meanwhile.
@@ -80,6 +81,7 @@ async def encode(
         raise RequestError(f"{name}: must not be empty", param=name)
     if len(text) <= _INLINE_CHARS:
         ids = tokenizer.encode(text, add_special_tokens)
+        await asyncio.sleep(0)  # a batch may have thousands of them
     else:
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
     if not ids:
@@ -136,6 +138,15 @@ def fit(ids: list[int], lengths: Lengths, prompt_name: str, limits: Limits) -> t
             code="kv_pool_exceeded",
         )
     return ids, asked
+
+
+def check_num_answers(num_prompts: int, n: int) -> None:
+    """Refuses a call of too many answers. To be asked before anything is done per prompt or per answer: a small
+    body can name millions."""
+    if num_prompts * n > MAX_ANSWERS_PER_CALL:
+        raise RequestError(
+            f"n: {num_prompts * n} answers in one call, the limit is {MAX_ANSWERS_PER_CALL}", param="n"
+        )
 
 
 def native_lengths(sampling: NativeSampling) -> Lengths:

@@ -132,7 +132,9 @@ class ServerArgs:
     chunked_prefill_size: int | None = flag(None, "prefill tokens per chunk, -1: no chunks", size=True)
     max_prefill_tokens: int = flag(16384, "prefill tokens per step", size=True, minimum=1)
     page_size: int = flag(16, "KV tokens per page", minimum=1)
-    random_seed: int | None = flag(None, "seed of requests without one (default: random)", minimum=0)
+    random_seed: int | None = flag(
+        None, "seed of requests without one (default: random)", minimum=0, maximum=MAX_SEED
+    )
     schedule_policy: str = neutral("fcfs", help="order of the queue")
     schedule_conservativeness: float = flag(
         1.0, "accepted for scripts", hint="has no effect: admission goes by free pages, with retraction"

@@ -90,4 +90,5 @@ def sample_categorical(weights: Tensor, uniforms: Tensor) -> Tensor:
     drawn = torch.searchsorted(cdf, wanted, right=True).squeeze(-1)
     # Rounding can push `wanted` up to the total: then the last token that has weight.
     last = torch.searchsorted(cdf, cdf[:, -1:].contiguous()).squeeze(-1)
-    return torch.minimum(drawn, last)
+    # NaN (broken weights, everything suppressed) is larger than any number: the id has to stay one.
+    return torch.minimum(drawn, last).clamp_(max=weights.shape[-1] - 1)

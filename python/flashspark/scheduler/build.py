@@ -42,7 +42,9 @@ def build_scheduler(
         chunked_prefill_size=_prefill_budget(args),
         decode_log_interval=args.decode_log_interval,
     )
-    eos_token_ids = list(tokenizer.eos_token_ids) if tokenizer else []
+    vocab_size = runner.target.config.vocab_size
+    # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
+    eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []
     scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed)
     return scheduler, _ready(engine, worker, limits, eos_token_ids)
 

@@ -47,7 +47,7 @@ class StopChecker:
         return None
 
 
-@dataclass
+@dataclass(eq=False)  # itself only: comparing contents would make leaving a long queue quadratic work
 class Request:
     """Tokens and holdings of one request.
 
