@@ -18,6 +18,7 @@ from flashspark.args import ServerArgs
 from flashspark.benchmark.sps_fit import fit_errors, fit_table
 from flashspark.benchmark.sps_rounds import ProfileFiles
 from flashspark.speculative.cost_table import SpsCostTable, load_cost_table
+from tiny_models import write_dspark
 
 PROFILER = [sys.executable, "-m", "flashspark.benchmark.dspark_sps_profiler"]
 needs_modes = pytest.mark.skipif(
@@ -26,15 +27,20 @@ needs_modes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def profiled(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny pair, started for profiling."""
-    log = tmp_path_factory.mktemp("profiled") / "log"
+@pytest.fixture(scope="module", params=["DFLASH", "DSPARK"])
+def profiled(
+    request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A tiny pair of either kind, started for profiling."""
+    folder = tmp_path_factory.mktemp("profiled")
+    log, (target, draft) = folder / "log", tiny_pair
+    if request.param == "DSPARK":
+        draft = write_dspark(folder / "draft", target)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DSPARK_ENABLE_SPS_RECORD", "1")
         patch.setenv("SGLANG_SIMULATE_ACC_LEN", "1.0")
-        flags = ["--max-running-requests", "4"]
-        with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
+        flags = [*speculative(target, draft), "--speculative-algorithm", request.param]
+        with running_server(*flags, "--max-running-requests", "4", log=log) as running:
             yield running
 
 
@@ -52,7 +58,7 @@ def test_what_a_profiler_reads(profiled: Server) -> None:
     assert state["memory_usage"]["token_capacity"] == info["max_total_num_tokens"]
     feed = state["dspark_info_record"]
     assert (feed["mode"], feed["simulate_acc_len"]) == ("static", 1.0)
-    assert feed["verify_num_draft_tokens"] == feed["gamma"] + 1 == 6
+    assert feed["verify_num_draft_tokens"] == feed["gamma"] + 1 == info["speculative_num_draft_tokens"]
     assert feed["components"] == ["core", "step_cpu_time"]
     assert "no draft is accepted" in profiled.log
 
@@ -64,7 +70,8 @@ def test_a_table_of_a_live_server(profiled: Server, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + profiled.log
     table = load_cost_table(out)
     assert isinstance(table, SpsCostTable)
-    assert table.sample_batch_tokens == (6, 24)
+    width = profiled.state()["dspark_info_record"]["verify_num_draft_tokens"]
+    assert table.sample_batch_tokens == (width, 4 * width)
     assert not table.is_uninitialized
     profiled.wait_idle()
 

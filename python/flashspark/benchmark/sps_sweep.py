@@ -118,8 +118,12 @@ class Progress:
 
     def __init__(self, num_cells: int, stream: TextIO = sys.stderr) -> None:
         self._num_cells, self._stream = num_cells, stream
-        self._started = time.monotonic()
         self._num_done = 0
+        self.start()
+
+    def start(self) -> None:
+        """The first cell that counts begins: what was before it says nothing about how long the rest takes."""
+        self._started = time.monotonic()
 
     def cell(self, cell: Cell, steady: SteadySteps | None) -> None:
         """The cell under way."""
@@ -198,6 +202,7 @@ class Sweep:
             try:
                 warm_up = min(WARM_UP_BATCH, max(cell.batch_size for cell in cells))
                 self._measure(Cell(0, warm_up, None if cells[0].frac is None else 1.0), min_seconds=0.0)
+                self._progress.start()
                 rounds = []
                 for cell in cells:
                     steady, load_info = self._measure(cell, self._settings.min_steady_seconds)
