@@ -237,6 +237,7 @@ def test_cells_are_planned_within_the_server():
     cells, skipped = plan_cells(facts(token_capacity=300), settings, [1, 2, 4], None, 1)
     assert [c.batch_size for c in cells] == [1, 2]
     assert "the pool has 300" in skipped[0]
+    assert "up to 8 requests, the sweep ends at 2" in skipped[1]
     assert len(plan_cells(facts(), settings, [1], [0.1, 0.2, 1.0], 1)[0]) == 2  # both give a budget of 0
 
 

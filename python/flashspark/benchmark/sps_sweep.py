@@ -75,7 +75,7 @@ def plan_cells(
     fracs: Sequence[float] | None,
     repeats: int,
 ) -> tuple[list[Cell], list[str]]:
-    """The cells that fit the server, and a line on each batch size that does not.
+    """The cells that fit the server, and a line on each batch size that does not or is missing.
 
     Raises:
         ProfileError: none fits, or a size is beyond what the server has fixed shapes for.
@@ -109,6 +109,11 @@ def plan_cells(
             shapes.setdefault(
                 (size, cell.num_tokens(facts.width)), cell
             )  # two fractions may ask for the same rows
+    if facts.running_cap is not None and fitting[-1] < facts.running_cap:
+        skipped.append(
+            f"warning: the server runs up to {facts.running_cap} requests, the sweep ends at {fitting[-1]}; a table "
+            "prices larger batches like its last"
+        )
     cells = [Cell(repeat, c.batch_size, c.frac) for repeat in range(repeats) for c in shapes.values()]
     return cells, skipped
 
