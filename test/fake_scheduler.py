@@ -200,6 +200,7 @@ def main() -> int:
         return 0
     except Exception as error:
         channel.send(SchedulerFailed(f"{type(error).__name__}: {error}"))
+        time.sleep(float(os.environ.get("FAKE_LINGER_SECONDS", "0")))
         return 1
     finally:
         channel.close()

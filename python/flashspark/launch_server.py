@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # the imports below take a second, and there is nothing to drain yet
+    for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(_number) != signal.SIG_IGN:  # nohup
+            signal.signal(_number, lambda *_: sys.exit(0))
+
 import asyncio
 import contextlib
 import json
 import logging
-import os
 import shlex
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -34,6 +40,8 @@ T = TypeVar("T")
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "flashspark.scheduler.process")
 _LEAVE_SECONDS = 5.0  # what a scheduler gets to leave by itself, and open responses to be written
+_ABORT_SECONDS = 3.0  # what it gets, when draining has taken too long, to end what still runs
+_WATCH_SECONDS = 1.0  # between two looks at the scheduler
 _MAX_IPC_PATH = 90  # a socket's path may have 107 bytes
 
 
@@ -101,8 +109,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         # Two sockets may bind one port as long as neither listens.
         listener.listen(2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # ValueError: a name that no host can have
+        reason = getattr(error, "strerror", None) or str(error)
         raise StartupError(
             f"cannot listen on {host}:{port} ({reason}): choose a free port with --port, "
             "an address of this machine with --host"
@@ -175,8 +183,9 @@ class _Server:
     async def run(self) -> int:
         """Serves until a signal or a failure."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal, number)
         if not Path(self._args.model_path).is_dir():
             raise StartupError(f"--model-path {self._args.model_path}: no such folder (shipped models: demo)")
         tokenizer = load_tokenizer(self._args)
@@ -197,7 +206,8 @@ class _Server:
                 await serving
         finally:
             await self._stop(engine)
-        return self._exit_code
+        # A signal may come between an engine's last words and its end.
+        return self._exit_code or int(self._context is not None and engine.failure is not None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))
@@ -238,7 +248,10 @@ class _Server:
         assert self._scheduler is not None
         exited = asyncio.ensure_future(self._scheduler.wait())
         while not exited.done():
-            await asyncio.wait({exited}, timeout=1.0)
+            asked_s = time.monotonic()
+            await asyncio.wait({exited}, timeout=_WATCH_SECONDS)
+            if time.monotonic() - asked_s > 1.5 * _WATCH_SECONDS:
+                continue  # this process was stopped or busy: what the scheduler sent meanwhile is not read yet
             if (
                 engine.failure is not None and not exited.done()
             ):  # it said so itself: it leaves, or is made to
@@ -309,7 +322,7 @@ class _Server:
     async def _drain_on_signal(self, context: ServerContext) -> None:
         """Lets running requests finish until the deadline, then ends them with a reason."""
         await self._signalled.wait()
-        if context.status != "failed":
+        if not context.failed:
             context.status = "draining"
         engine = context.engine
         deadline_s = time.monotonic() + self._args.shutdown_timeout
@@ -320,9 +333,13 @@ class _Server:
             logger.warning("ending %d requests after %s s of draining", engine.num_in_flight, seconds)
             message = f"the server is shutting down and ended this request after {seconds} s"
             engine.abort(engine.in_flight_ids(), message, status=503)
-            grace_s = time.monotonic() + _LEAVE_SECONDS
+            grace_s = time.monotonic() + _ABORT_SECONDS
             while engine.num_in_flight and time.monotonic() < grace_s:
                 await asyncio.sleep(0.05)
+        if engine.num_in_flight:  # nobody else would tell their clients
+            self._fail(engine, "the server is shutting down, and the scheduler does not answer")
+            if self._scheduler is not None and self._scheduler.returncode is None:
+                self._scheduler.kill()
         self._http.should_exit = True
 
     async def _stop(self, engine: EngineClient) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -159,6 +161,89 @@ def test_a_silent_scheduler_ends_the_server(folder):
         assert "--watchdog-timeout" in server.log
 
 
+def test_a_hanging_scheduler_is_reported_to_every_client_of_a_draining_server(folder):
+    with FakeServer(folder, "--shutdown-timeout", "0.5") as server:
+        running = [
+            Background(server, path, slow(100, 200, stream, path))
+            for path in ("/generate", "/v1/completions")
+            for stream in (False, True)
+        ]
+        time.sleep(0.3)  # both streams have begun
+        os.kill(scheduler_of(server).pid, signal.SIGSTOP)
+        started = time.monotonic()
+        server.signal()
+        native, native_stream, text, text_stream = [request.wait() for request in running]
+        assert server.wait_exit() == 1
+        assert time.monotonic() - started < 0.5 + 5 + 2
+        assert "shutting down" in native.json()["message"]
+        assert "shutting down" in text.json()["error"]["message"]
+        for response in (native, text):
+            assert response.status_code == 500
+        for response in (native_stream, text_stream):
+            assert "shutting down" in last_frame(response)["error"]["message"]
+        assert "Traceback" not in server.log
+
+
+def test_a_server_that_was_stopped_reads_what_came_before_it_judges(folder):
+    with FakeServer(folder, "--watchdog-timeout", "2") as server:
+        for _ in range(3):  # it may be stopped at any point of its turn
+            server.signal(signal.SIGSTOP)
+            time.sleep(2.6)
+            server.signal(signal.SIGCONT)
+            time.sleep(0.4)
+        time.sleep(1.5)
+        assert server.process.poll() is None, server.log
+        assert server.client.get("/health").status_code == 200
+
+
+def test_a_signal_after_the_engine_failed_leaves_the_exit_code(folder):
+    with FakeServer(folder, env={"FAKE_LINGER_SECONDS": "3"}) as server:
+        body = {"text": "a", "sampling_params": {"sampling_seed": -1002}}
+        assert server.client.post("/generate", json=body).status_code == 500
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/ping").status_code == 503
+        refused = server.client.post("/generate", json={"text": "a"})
+        assert refused.status_code == 503
+        assert "the engine is down" in refused.text
+        server.signal()
+        assert server.wait_exit() == 1
+
+
+def test_hangup_drains_unless_ignored(folder, socket_root):
+    with FakeServer(folder) as server:
+        running = Background(server, "/generate", slow(20, 40, False))
+        server.signal(signal.SIGHUP)
+        assert running.wait().json()["meta_info"]["completion_tokens"] == 40
+        assert server.wait_exit() == 0
+        assert not list(socket_root.glob("flashspark-*"))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with FakeServer(folder) as server:
+            server.signal(signal.SIGHUP)
+            time.sleep(0.2)
+            assert server.client.get("/health").status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_importing(number):
+    program = f"""
+import os, runpy, sys
+
+class Killer:
+    def find_spec(self, name, *_):
+        if name == "uvicorn":
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Killer())
+runpy.run_module("flashspark.launch_server", run_name="__main__")
+"""
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_scheduler_leaves_with_the_server(folder):
     with FakeServer(folder) as server:
         scheduler = scheduler_of(server)
@@ -178,11 +263,18 @@ def test_port_in_use(folder):
 
 def test_start_failures_say_why(folder, tmp_path):
     (tmp_path / "empty").mkdir()
+    binary = tmp_path / "binary.jinja"
+    binary.write_bytes(b"\xff\xfe{{ messages }}")
+    latin = write_tokenizer(tmp_path / "latin")
+    (latin / "chat_template.jinja").write_bytes(b"\xe9{{ messages }}")
     for model, flags, reason in (
         (folder, ("--load-format", "dummy"), "ValueError: told not to load"),
         (tmp_path / "empty", (), "tokenizer.json"),
         (tmp_path / "absent", (), "--model-path"),
         (folder, ("--host", "203.0.113.1"), "--host"),
+        (folder, ("--host", "a" * 70), "--host"),
+        (folder, ("--chat-template", str(binary)), "--chat-template"),
+        (latin, (), "chat_template.jinja"),
         (folder, ("--preferred-sampling-params", '{"n": 0}'), "--preferred-sampling-params"),
     ):
         with FakeServer(model, *flags, wait=False) as server:
@@ -222,9 +314,6 @@ def test_keys_stay_out_of_the_launch_command():
 
 
 def test_the_api_process_imports_no_torch():
-    import subprocess
-    import sys
-
     program = "import sys, flashspark.launch_server; print(sorted({'torch', 'numpy'} & sys.modules.keys()))"
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
@@ -240,11 +329,12 @@ def test_requests_log_and_defaults(folder):
         '{"max_new_tokens": 3}',
     )
     with FakeServer(folder, *flags) as server:
-        body = {"text": "secret", "rid": "r7"}
+        body = {"text": "secret", "rid": "r7\nforged"}
         answer = server.client.post("/generate", json=body, headers={"x-request-id": "proxy-1"}).json()
         assert answer["meta_info"]["completion_tokens"] == 3
         server.signal()
         assert server.wait_exit() == 0
         line = next(line for line in server.log.splitlines() if "r7" in line)
         assert "proxy-1" in line
+        assert not any(line.startswith("forged") for line in server.log.splitlines())
         assert "secret" not in server.log

@@ -290,6 +290,8 @@ def test_liveness(server):
     for path in ("/health", "/health_generate", "/ping", "/ready", "/", "/flush_cache"):
         assert server.client.get(path).status_code == 200
     assert server.client.head("/").status_code == 200
+    for path in ("/health", "/ping", "/ready"):
+        assert server.client.head(path).status_code == 200
     before = time.monotonic()
     server.client.get("/health")
     assert time.monotonic() - before < 0.5

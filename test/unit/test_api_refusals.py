@@ -74,6 +74,7 @@ def refused(response, path: str, status: int = 400) -> str:
         ("stop", ["a", ""], "empty string"),
         ("logit_bias", {str(VOCAB_SIZE): 1}, str(VOCAB_SIZE - 1)),
         ("logit_bias", {"-1": 1}, "-1"),
+        ("logit_bias", {"5": 1, "05": 2}, "05"),
         ("logit_bias", {"٣": 1}, "vocabulary"),
         ("stop_token_ids", [VOCAB_SIZE], str(VOCAB_SIZE)),
         ("stop_token_ids", [-1], "-1"),

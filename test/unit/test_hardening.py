@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from flashspark.api import text_routes
 from flashspark.api.context import ServerContext, StartupError
 from flashspark.api.errors import RequestError
 from flashspark.api.native import _prompts
-from flashspark.api.openai_prompts import completion_prompts
-from flashspark.api.protocol import ChatBody, CompletionBody, GenerateBody
-from flashspark.args import ArgumentError, ServerArgs
+from flashspark.api.openai_prompts import completion_prompts, render_chat
+from flashspark.api.protocol import ChatBody, ChatMessage, CompletionBody, GenerateBody, SamplingFields
+from flashspark.api.sampling import Lengths, Limits, sampling_params
+from flashspark.args import ArgumentError, ServerArgs, parse_args
+from flashspark.demo import DEMO_MODELS
 from flashspark.ipc import GenerateRequest, SamplingParams
 from flashspark.kernels.target_probs import sample_categorical
+from flashspark.scheduler import build
 from flashspark.scheduler.request import Request, StopChecker
+from flashspark.text import TextTokenizer
 from harness import Harness, Job
-from tiny_models import VOCAB_SIZE, write_target
+from tiny_models import VOCAB_SIZE, write_target, write_tokenizer
+
+KEYS = [str(i) for i in range(1000)]
 
 
 def test_too_many_answers_are_refused_before_any_work():
@@ -68,6 +78,20 @@ def test_a_distribution_of_nan_gives_an_id_of_the_vocabulary():
     assert 0 <= sample_categorical(weights, torch.tensor([0.5], dtype=torch.float64)).item() < 5
 
 
+@pytest.mark.parametrize("min_name", ["min_tokens", "min_new_tokens"])
+def test_a_token_that_does_not_end_the_output_must_be_left(min_name):
+    limits = Limits(64, 8, 64, False, eos_token_ids=frozenset({7}))
+
+    def ask(num_stop_ids: int, min_tokens: int) -> SamplingParams:
+        fields = SamplingFields.parse({"stop_token_ids": list(range(num_stop_ids))})
+        return sampling_params(fields, 4, Lengths(4, min_tokens, "max", min_name), None, limits)
+
+    ask(6, 2)
+    ask(7, 0)
+    with pytest.raises(RequestError, match=rf"stop_token_ids.*{min_name}"):
+        ask(7, 2)
+
+
 def test_suppressing_every_token_ends_no_engine(tmp_path):
     harness = Harness(write_target(tmp_path / "target"))
     sampling = {"min_new_tokens": 2, "stop_token_ids": tuple(range(VOCAB_SIZE)), "temperature": 1.0}
@@ -80,6 +104,9 @@ def test_suppressing_every_token_ends_no_engine(tmp_path):
     [
         (GenerateBody, {"text": [1] * 1000}),
         (GenerateBody, {"text": "a", "rid": [1] * 1000}),
+        (GenerateBody, {"text": "a", "sampling_params": [1] * 1000}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), "x")}),
         (ChatBody, {"messages": [1] * 1000}),
         (ChatBody, {"messages": [{"role": "user", "content": [1] * 1000}]}),
     ],
@@ -88,3 +115,125 @@ def test_one_violation_in_a_list_is_enough(model, body):
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     assert caught.value.error_count() < 5
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "limit"),
+    [
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(20000)), 1)}, "16384"),
+        (CompletionBody, {"prompt": "a", **dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "stream_options": dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "metadata": dict.fromkeys(KEYS, 1)}, "256"),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": [1] * 1025}, "1024"),
+        (GenerateBody, {"rid": "a" * 257}, "256"),
+        (ChatBody, {"messages": [{"role": "user"}], "chat_template_kwargs": dict.fromkeys(KEYS, 1)}, "256"),
+        (ChatBody, {"messages": [{"role": "user"}] * 16385}, "16384"),
+    ],
+)
+def test_what_is_too_long_is_refused_by_its_limit(model, body, limit):
+    with pytest.raises(RequestError, match=f"the limit is {limit}$"):
+        model.parse(body)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "message"),
+    [
+        (ChatBody, {"messages": [1]}, "messages[0]: must be a JSON object"),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": [1]}]},
+            "messages[0].content[0]: must be a JSON object",
+        ),
+        (GenerateBody, {"rid": 5}, "rid: must be a string"),
+        (GenerateBody, {"rid": ["a", 5]}, "rid[1]: must be a string"),
+        (GenerateBody, {"text": ["a", 5]}, "text[1]: must be a string"),
+        (GenerateBody, {"speculation": {}}, "speculation.mode: is required"),
+        (CompletionBody, {"prompt": "a", "metadata": 5}, "metadata: must be a JSON object"),
+    ],
+)
+def test_messages_speak_of_json(model, body, message):
+    with pytest.raises(RequestError) as caught:
+        model.parse(body)
+    assert caught.value.message == message
+
+
+def test_a_bias_has_one_value_per_token():
+    limits = Limits(64, 8, 64, False)
+    for bias in ({"5": 1, "05": 2}, {"00": 1}, {"+5": 1}):
+        fields = SamplingFields.parse({"logit_bias": bias})
+        with pytest.raises(RequestError, match="is not a token id"):
+            sampling_params(fields, 4, Lengths(4, 0, "max", "min"), None, limits)
+
+
+def test_long_conversations_and_texts_leave_the_event_loop_alone(tmp_path):
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
+    context = SimpleNamespace(tokenizer=tokenizer, limits=Limits(64, VOCAB_SIZE, 64, False))
+    threads = []
+
+    def seen_in(name):
+        work = getattr(tokenizer, name)
+
+        def watch(*arguments, **options):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return work(*arguments, **options)
+
+        return watch
+
+    tokenizer.apply_chat_template, tokenizer.decode = seen_in("apply_chat_template"), seen_in("decode")
+
+    async def detokenize(tokens):
+        async def read_json(request, content_type):
+            return {"tokens": tokens}
+
+        context.read_json = read_json
+        return json.loads((await text_routes.detokenize(None, context)).body)["text"]
+
+    message = ChatMessage.parse({"role": "user", "content": "a"})
+    parts = ChatMessage.parse({"role": "user", "content": [{"type": "text", "text": "a"}] * 300})
+    for messages, inline in (([message], True), ([message] * 300, False), ([parts], False)):
+        asyncio.run(render_chat(messages, {}, context))
+        assert threads.pop() is inline
+    ids = tokenizer.encode("ab")
+    for tokens, inline in ((ids, True), (ids * 5000, False), ([ids] * 3, False)):
+        text = asyncio.run(detokenize(tokens))
+        assert text == (["ab"] * 3 if tokens == [ids] * 3 else "ab" * (len(tokens) // len(ids)))
+        assert threads.pop() is inline
+
+
+@pytest.mark.parametrize("key", ["config", "--config", "conf"])
+def test_a_file_of_flags_names_no_other(tmp_path, capsys, key):
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"model-path: m\n{key}: other.yaml\n")
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(file)])
+    assert f"has a key '{key}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["page_size", "max_running_requests", "max_total_tokens"])
+def test_sizes_beyond_any_machine_are_refused_by_flag(name):
+    with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')} .*must be at most"):
+        ServerArgs(model_path="m", **{name: 10**15})
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9 bytes")]
+)
+def test_pools_that_do_not_fit_name_their_flags(monkeypatch, error):
+    monkeypatch.setattr(build, "build_engine", Mock(side_effect=error))
+    with pytest.raises(ValueError, match="lower one of --max-total-tokens 640, --max-running-requests"):
+        build.build_scheduler(ServerArgs(model_path="demo", max_total_tokens=640), print)
+    monkeypatch.setattr(build, "build_engine", Mock(side_effect=RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        build.build_scheduler(ServerArgs(model_path="demo"), print)
+
+
+def test_a_shipped_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert ServerArgs(model_path="demo").model_path == str(DEMO_MODELS["demo"])
+    assert ServerArgs(model_path="./demo").model_path == "./demo"
+
+
+def test_a_template_in_the_flag_may_be_longer_than_a_file_name(tmp_path):
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path), "{{ messages[0].content }}" + "x" * 5000)
+    assert tokenizer.apply_chat_template([{"content": "a"}]) == "a" + "x" * 5000

@@ -61,7 +61,7 @@ async def root(request: Request, context: ServerContext) -> Response:
 
 async def ping(request: Request, context: ServerContext) -> Response:
     """Whether requests are taken."""
-    return Response(status_code=200 if context.status == "ready" else 503)
+    return Response(status_code=200 if context.serving else 503)
 
 
 def _model_card(context: ServerContext) -> dict[str, Any]:

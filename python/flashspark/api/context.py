@@ -67,9 +67,19 @@ class ServerContext:
         return self.engine.ready
 
     @property
+    def failed(self) -> bool:
+        """Whether the engine is down, noticed by whoever runs the process or not yet."""
+        return self.status == "failed" or self.engine.failure is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken."""
+        return self.status == "ready" and not self.failed
+
+    @property
     def healthy(self) -> bool:
         """Whether requests are taken and the step loop is alive."""
-        return self.status == "ready" and self.engine.heartbeat_age_s < self.health_timeout_s
+        return self.serving and self.engine.heartbeat_age_s < self.health_timeout_s
 
     def _chat_defaults(self) -> dict[str, Any]:
         if self.args.sampling_defaults == "openai":
@@ -112,7 +122,7 @@ class ServerContext:
         """Refuses new work while starting, draining or failed."""
         if self.status == "draining":
             raise unavailable("the server is shutting down", retry_after_s=5)
-        if self.status == "failed":
+        if self.failed:
             raise unavailable(f"the engine is down: {self.engine.failure}", retry_after_s=5)
 
     def start(self, generation: Generation, client_id: str | None = None) -> None:
@@ -134,7 +144,7 @@ class ServerContext:
     def _log(self, generation: Generation, client_id: str | None) -> None:
         level = self.args.log_requests_level
         for prompt in generation.prompts:
-            line = f"Receive: rid={prompt.request_id} x-request-id={client_id} n={prompt.n} "
+            line = f"Receive: rid={prompt.request_id!r} x-request-id={client_id!r} n={prompt.n} "
             line += f"#prompt-token={len(prompt.input_ids)} speculation={generation.speculation}"
             if level >= 1:
                 line += f" sampling={prompt.sampling}"

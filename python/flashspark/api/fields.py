@@ -6,7 +6,9 @@ unless a model lists the field in `NULLABLE`.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -19,6 +21,9 @@ MAX_ANSWERS_PER_CALL = 4096  # prompts times choices
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
+MAX_LOGIT_BIAS = 16384
+MAX_MESSAGES = 16384
+MAX_FIELDS = 256  # of one object, known or not
 INT64 = 2**63
 
 
@@ -55,6 +60,17 @@ def _top_k(value: Any) -> Any:
     return value
 
 
+def _logit_bias(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries, the limit is {MAX_LOGIT_BIAS}")
+    for key, bias in value.items():  # here, because pydantic would collect every violation
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -10000 <= bias <= 10000:
+            raise ValueError(f"key {key[:40]!r} must have a number from -10000 to 10000")
+    return value
+
+
 # Upper bounds keep a value and its reciprocal finite in float32.
 Temperature = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -67,16 +83,25 @@ Seed = Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
 NumTokens = Annotated[int, Field(ge=0, le=INT64 - 1)]
 PositiveTokens = Annotated[int, Field(ge=1, le=INT64 - 1)]
 Stops = Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=str | list[str])]
-StopIds = Annotated[list[int], Field(max_length=MAX_STOP_IDS)]
-LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-10000, le=10000, allow_inf_nan=False)]], Field()]
+StopIds = Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
+Bias = Annotated[float, Field(ge=-10000, le=10000, allow_inf_nan=False)]
+LogitBias = Annotated[dict[str, Bias], BeforeValidator(_logit_bias)]
 Interval = Annotated[int, Field(ge=1, le=INT64 - 1)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-# Parts of an error's path that name a branch of a union, not a field.
-_UNION_BRANCHES = frozenset(
-    {"str", "int", "bool", "float", "list[str]", "list[dict[str,any]]", "dict[str,any]"}
-)
+# What pydantic says about types, in the words of JSON.
+_TYPE_ERRORS = {
+    "model_type": "must be a JSON object",
+    "dict_type": "must be a JSON object",
+    "list_type": "must be a list",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "missing": "is required",
+}
 # A value of the right type outside its range; every other violation is one of the schema.
 _RANGE_ERRORS = frozenset(
     {
@@ -105,6 +130,8 @@ class RequestModel(BaseModel):
     def _null_is_absent(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if len(values) > MAX_FIELDS:
+            raise ValueError(f"has {len(values)} fields, the limit is {MAX_FIELDS}")
         return {name: value for name, value in values.items() if value is not None or name in cls.NULLABLE}
 
     @model_validator(mode="after")
@@ -126,7 +153,7 @@ class RequestModel(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise _first_violation(error, prefix) from None
+            raise _first_violation(error, body, prefix) from None
 
 
 def _neutral_reason(allowed: dict[str, Any]) -> str:
@@ -135,6 +162,7 @@ def _neutral_reason(allowed: dict[str, Any]) -> str:
     return f"{allowed['x-remedy']}; accepted only as {only} or left out"
 
 
+@functools.cache
 def neutral_fields(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
     """The neutral-only fields of a model, with the values they take."""
     return {
@@ -144,22 +172,39 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _first_violation(error: ValidationError, prefix: str) -> RequestError:
-    first = error.errors(include_url=False, include_input=False)[0]
+def _path(parts: Sequence[int | str], body: Any, is_missing: bool) -> str:
+    """`messages[1].role`. A part that is not in the body names a branch of a union, unless it is what is missing."""
+    path = ""
+    for i, part in enumerate(parts):
+        if isinstance(part, int):
+            path += f"[{part}]"
+            body = body[part] if isinstance(body, list) and part < len(body) else None
+        elif isinstance(body, dict) and part in body:
+            path += f".{part}" if path else part
+            body = body[part]
+        elif is_missing and i == len(parts) - 1:
+            path += f".{part}" if path else part
+    return path
+
+
+def _first_violation(error: ValidationError, body: dict[str, Any], prefix: str) -> RequestError:
+    errors = error.errors(include_url=False, include_input=False)
+    field = errors[0]["loc"][:1]
+    # Of a union's branches, the one that came furthest is the one that was meant.
+    first = max((one for one in errors if one["loc"][:1] == field), key=lambda one: len(one["loc"]))
     parts = list(first["loc"])
     if first["type"] == "unsupported_value":
         parts.append(first["ctx"]["field"])
-    path = ""
-    for part in parts:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part not in _UNION_BRANCHES:
-            path += f".{part}" if path else part
-    name = prefix + path[:200]
+    name = (prefix + _path(parts, body, first["type"] == "missing")[:200]).rstrip(".")
     match first["type"]:
         case "extra_forbidden":
             return RequestError(f"unknown field {name!r}", param=name, code="unknown_field", schema=True)
         case "unsupported_value":
             return RequestError(f"{name}: {first['msg']}", param=name, code="unsupported_value")
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return RequestError(f"{name}: {text}", param=name, schema=first["type"] not in _RANGE_ERRORS)
+    text = _TYPE_ERRORS.get(first["type"], text)
+    if first["type"] in {"too_long", "string_too_long"}:
+        unit = "entries" if first["type"] == "too_long" else "characters"
+        text = f"has too many {unit}, the limit is {first['ctx']['max_length']}"
+    where = name or "the request body"
+    return RequestError(f"{where}: {text}", param=name or None, schema=first["type"] not in _RANGE_ERRORS)

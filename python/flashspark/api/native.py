@@ -84,6 +84,7 @@ class _Answers:
 
 async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Prompt], bool]:
     inputs, name, is_batch = _inputs(body)
+    check_num_answers(len(inputs), 1)
     samplings = _samplings(body, context, len(inputs))
     check_num_answers(len(inputs), samplings[0].n)
     ids = request_ids(body.rid, len(inputs), uuid.uuid4().hex)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from .sampling import (
     request_ids,
     sampling_params,
 )
+
+# Longer conversations are rendered in a thread: the event loop serves everyone else meanwhile.
+_INLINE_PARTS = 256
 
 
 async def completion_prompts(body: CompletionBody, context: ServerContext, call_id: str) -> list[Prompt]:
@@ -72,7 +76,7 @@ def _completion_inputs(prompt: Any) -> list[Any]:
 async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> Prompt:
     """The one prompt of `/v1/chat/completions`."""
     kwargs = body.chat_template_kwargs or {}
-    text = render_chat(body.messages, kwargs, context)
+    text = await render_chat(body.messages, kwargs, context)
     input_ids = await encode_prompt(
         context.tokenizer, text, "messages", context.limits, add_special_tokens=False
     )
@@ -95,10 +99,17 @@ async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> P
     )
 
 
-def render_chat(
+async def render_chat(
     messages: Sequence[ChatMessage], template_kwargs: dict[str, Any], context: ServerContext
 ) -> str:
-    """A conversation as the text the model was trained on."""
+    """A conversation as the text the model was trained on, however long it is."""
+    num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
+    if num_parts <= _INLINE_PARTS:
+        return _render(messages, template_kwargs, context)
+    return await asyncio.to_thread(_render, messages, template_kwargs, context)
+
+
+def _render(messages: Sequence[ChatMessage], template_kwargs: dict[str, Any], context: ServerContext) -> str:
     reserved = ChatTemplate.RESERVED & template_kwargs.keys()
     if reserved:
         name = f"chat_template_kwargs.{min(reserved)}"

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from .fields import (
     INT64,
+    MAX_FIELDS,
+    MAX_MESSAGES,
     Interval,
     LogitBias,
     MinP,
@@ -37,6 +39,8 @@ _DISAGGREGATION = "disaggregated serving is not available"
 Identifier = Annotated[str, StringConstraints(max_length=512)]
 # One violation is reported, so one is enough: a body can hold a million, and everyone else waits meanwhile.
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Labels = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
 RequestIds = Annotated[list[RequestId], Field(fail_fast=True)]
 
 
@@ -101,7 +105,7 @@ class GenerateBody(RequestModel):
 
     text: str | Texts | None = None
     input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = Field({}, description="one, or one per prompt")
+    sampling_params: dict[str, Any] | Objects = Field({}, description="one, or one per prompt")
     stream: bool = False
     rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
     speculation: SpeculationOptions | None = None
@@ -157,7 +161,7 @@ class OpenAIFields(SamplingFields):
     return_token_ids: bool = Field(False, description="adds sglext.input_ids and output_ids")
     user: Identifier | None = Field(None, description="identifies an end user; no effect on the answer")
     safety_identifier: Identifier | None = Field(None, description="as `user`")
-    metadata: dict[str, Any] | None = Field(None, description="the client's own labels; no effect")
+    metadata: Labels | None = Field(None, description="the client's own labels; no effect")
     response_format: Any = neutral(None, {"type": "text"}, remedy=_GRAMMAR)
     store: Any = neutral(False)
     service_tier: Any = neutral(None, "auto", "default")
@@ -197,7 +201,7 @@ class ChatMessage(RequestModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"], BeforeValidator(_role)
     ]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    content: str | Objects | None = None
     name: Identifier | None = None
     reasoning_content: str | None = None
     tool_call_id: Identifier | None = None
@@ -208,12 +212,15 @@ class ChatMessage(RequestModel):
     function_call: Any = neutral(None, remedy=_TOOLS)
 
 
+Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatBody(OpenAIFields):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: PositiveTokens | None = Field(None, description="beats max_tokens")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    chat_template_kwargs: Labels | None = Field(None, description="variables of the chat template")
     return_meta_info: bool = Field(False, description="adds meta_info to each choice (not streamed)")
     separate_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to separate")
     stream_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to hold back")
@@ -239,9 +246,9 @@ class TokenizeBody(RequestModel):
 
     model: Identifier = "default"
     prompt: str | Texts | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Labels | None = None
     tools: Any = neutral(None, [], remedy=_TOOLS)
 
 
@@ -261,10 +268,14 @@ class AbortBody(RequestModel):
     abort_message: Identifier | None = None
 
 
+LiveValue = bool | Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | float | None
+MAX_LIVE_SETTINGS = 64
+
+
 class SetInternalStateBody(RequestModel):
     """`/set_internal_state`: live settings by name; a null clears one that can be cleared."""
 
-    server_args: dict[str, bool | Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | float | None]
+    server_args: Annotated[dict[Identifier, LiveValue], Field(max_length=MAX_LIVE_SETTINGS)]
 
 
 # Request models by route, for the OpenAPI document and for the test that walks every field.

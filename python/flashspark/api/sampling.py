@@ -28,13 +28,16 @@ class Limits:
     vocab_size: int
     pool_tokens: int
     auto_truncate: bool
+    eos_token_ids: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, ready: SchedulerReady, auto_truncate: bool) -> Limits:
         """The engine's limits. `info["max_request_tokens"]` may be less than the pool."""
         pool = ready.info.get("max_request_tokens")
         pool_tokens = pool if isinstance(pool, int) else ready.max_total_num_tokens
-        return cls(ready.context_length, ready.vocab_size, pool_tokens, auto_truncate)
+        return cls(
+            ready.context_length, ready.vocab_size, pool_tokens, auto_truncate, frozenset(ready.eos_token_ids)
+        )
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,11 @@ def sampling_params(
             f"({lengths.max_name})",
             param=lengths.min_name,
         )
+    stop_token_ids = _stop_token_ids(fields, prefix, limits)
+    if lengths.min_tokens and len(limits.eos_token_ids.union(stop_token_ids)) >= limits.vocab_size:
+        name = f"{prefix}stop_token_ids"
+        message = f"{name}: with {lengths.min_name} there must be a token that does not end the output"
+        raise RequestError(message, param=name)
     chosen = {**(defaults or {})}
     for name in (*_MODEL_DEFAULTS, "frequency_penalty", "presence_penalty"):
         value = getattr(fields, name)
@@ -190,7 +198,7 @@ def sampling_params(
         min_new_tokens=min(lengths.min_tokens, max_new_tokens),
         logit_bias=_logit_bias(fields, prefix, limits),
         stop=tuple(fields.stop),
-        stop_token_ids=_stop_token_ids(fields, prefix, limits),
+        stop_token_ids=stop_token_ids,
         ignore_eos=fields.ignore_eos,
         skip_special_tokens=fields.skip_special_tokens,
         seed=seed,
@@ -201,9 +209,9 @@ def sampling_params(
 def _logit_bias(fields: SamplingFields, prefix: str, limits: Limits) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in fields.logit_bias.items():
-        # isdecimal alone would let other scripts' digits through
+        # isdecimal alone would let other scripts' digits through, and leading zeros two values for one id
         token_id = int(key) if key.isascii() and key.isdecimal() and len(key) <= 12 else -1
-        if not 0 <= token_id < limits.vocab_size:
+        if str(token_id) != key or not 0 <= token_id < limits.vocab_size:
             name = f"{prefix}logit_bias"
             raise RequestError(
                 f"{name}: key {key[:40]!r} is not a token id of the vocabulary (0 to {limits.vocab_size - 1})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +15,8 @@ from .protocol import DetokenizeBody, TokenizeBody
 from .sampling import check_token_ids, encode
 from .wire import json_response
 
+_INLINE_IDS = 4096  # more are decoded in a thread: the event loop serves everyone else meanwhile
+
 
 async def tokenize(request: Request, context: ServerContext) -> Response:
     """Ids of a text, of several texts, or of a conversation."""
@@ -23,7 +26,7 @@ async def tokenize(request: Request, context: ServerContext) -> Response:
     limits = context.limits
     tokens: Any
     if body.messages is not None:
-        text = render_chat(body.messages, body.chat_template_kwargs or {}, context)
+        text = await render_chat(body.messages, body.chat_template_kwargs or {}, context)
         tokens = await encode(context.tokenizer, text, "messages", add_special_tokens=False)
     elif isinstance(body.prompt, list):
         tokens = [
@@ -41,10 +44,17 @@ async def detokenize(request: Request, context: ServerContext) -> Response:
     """Text of ids, or texts of lists of ids."""
     body = DetokenizeBody.parse(await context.read_json(request, content_type=True))
     several = any(isinstance(item, list) for item in body.tokens)
-    lists = body.tokens if several else [body.tokens]
+    if several or len(body.tokens) > _INLINE_IDS:
+        texts = await asyncio.to_thread(_texts, body, several, context)
+    else:
+        texts = _texts(body, several, context)
+    return json_response({"text": texts if several else texts[0]})
+
+
+def _texts(body: DetokenizeBody, several: bool, context: ServerContext) -> list[str]:
     texts = []
-    for i, ids in enumerate(lists):
+    for i, ids in enumerate(body.tokens if several else [body.tokens]):
         name = f"tokens[{i}]" if several else "tokens"
         checked = check_token_ids(ids, name, context.limits)
         texts.append(context.tokenizer.decode(checked, body.skip_special_tokens))
-    return json_response({"text": texts if several else texts[0]})
+    return texts

@@ -80,6 +80,8 @@ def _config_file_argv(path: str) -> list[str]:
     argv: list[str] = []
     for key, value in values.items():
         name = "--" + str(key).lstrip("-").replace("_", "-")
+        if "--config".startswith(name):
+            raise ArgumentError("--config", path, f"has a key {key!r}: a file cannot name another one")
         if value is True:
             argv.append(name)
         elif isinstance(value, list):

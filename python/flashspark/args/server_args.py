@@ -127,11 +127,13 @@ class ServerArgs:
     enable_metrics: bool = neutral(False, help="Prometheus metrics")
 
     # Scheduler and memory
-    max_running_requests: int | None = flag(None, "concurrent requests (48 with a draft)", minimum=1)
-    max_total_tokens: int | None = flag(None, "KV capacity in tokens", size=True, minimum=1)
+    max_running_requests: int | None = flag(
+        None, "concurrent requests (48 with a draft)", minimum=1, maximum=2**16
+    )
+    max_total_tokens: int | None = flag(None, "KV capacity in tokens", size=True, minimum=1, maximum=2**40)
     chunked_prefill_size: int | None = flag(None, "prefill tokens per chunk, -1: no chunks", size=True)
     max_prefill_tokens: int = flag(16384, "prefill tokens per step", size=True, minimum=1)
-    page_size: int = flag(16, "KV tokens per page", minimum=1)
+    page_size: int = flag(16, "KV tokens per page", minimum=1, maximum=2**16)
     random_seed: int | None = flag(
         None, "seed of requests without one (default: random)", minimum=0, maximum=MAX_SEED
     )
@@ -374,13 +376,17 @@ def _check_value(name: str, value: Any, spec: Flag) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ArgumentError(name, value, "must be a finite number")
     if spec.minimum is not None and value < spec.minimum:
-        raise ArgumentError(name, value, f"must be at least {spec.minimum:g}")
+        raise ArgumentError(name, value, f"must be at least {_number(spec.minimum)}")
     if spec.maximum is not None and value > spec.maximum:
-        raise ArgumentError(name, value, f"must be at most {spec.maximum:g}")
+        raise ArgumentError(name, value, f"must be at most {_number(spec.maximum)}")
     if spec.neutral is not None and value not in spec.neutral:
         accepted = " or ".join(str(item) for item in spec.neutral if item is not None and item is not False)
         only = f" (accepted: {accepted})" if accepted else " (leave it out)"
         raise ArgumentError(name, None if value is True else value, spec.remedy + only)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_json_object(name: str, text: str | None) -> None:
@@ -395,9 +401,7 @@ def _check_json_object(name: str, text: str | None) -> None:
 
 
 def resolve_model_path(path: str) -> str:
-    """A shipped model's name becomes its folder; anything else stays."""
-    if Path(path).exists():
-        return path
+    """A shipped model's name becomes its folder (`./demo` is a folder of that name); anything else stays."""
     from flashspark import demo
 
     shipped = getattr(demo, "DEMO_MODELS", {}).get(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashspark.args import ServerArgs
+from flashspark.args.server_args import flag_name
 from flashspark.engine.build import Engine, EngineOptions, build_engine
 from flashspark.ipc import RequestOutput, SchedulerReady
 from flashspark.speculative.drafter import make_drafter
@@ -25,6 +26,22 @@ def build_scheduler(
     Raises:
         ValueError: what cannot be served, with the remedy.
     """
+    try:
+        return _build(args, send)
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the second
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise ValueError(_too_large(args, error)) from error
+
+
+def _too_large(args: ServerArgs, error: Exception) -> str:
+    names = ("max_total_tokens", "max_running_requests", "page_size")
+    given = ", ".join(f"{flag_name(name)} {getattr(args, name) or '(not given)'}" for name in names)
+    reason = str(error).split("\n")[0] or "no memory"
+    return f"the model and its pools do not fit into memory: lower one of {given} ({reason})"
+
+
+def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Scheduler, SchedulerReady]:
     engine = build_engine(_engine_options(args))
     tokenizer = (
         None if args.skip_tokenizer_init else TextTokenizer.load(args.tokenizer_path or args.model_path)

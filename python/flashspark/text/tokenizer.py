@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .detokenizer import (
     byte_level_bytes,
 )
 
+_INLINE_IDS = 4096
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -37,6 +39,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenizerLoadError(f"{path} does not hold a JSON object")
     return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerLoadError(
+            f"the chat template {path} is not readable text in UTF-8 ({error}); --chat-template names another"
+        ) from error
 
 
 def _token_text(value: Any) -> str | None:
@@ -117,7 +128,10 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids outside the vocabulary stand for nothing."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= _INLINE_IDS:
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # As in `encode`: only the batch call lets other threads run meanwhile.
+        return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A fresh incremental decoder for one request."""
@@ -177,14 +191,13 @@ def _load_chat_template(
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default")
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        source = file.read_text(encoding="utf-8")
     if override is not None:
-        path = Path(override)
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
+        if os.path.isfile(override):  # Path's own raises where a text is too long to be a name
+            source = _read_text(Path(override))
         elif "{" in override:
             source = override
         else:
             raise TokenizerLoadError(f"--chat-template {override}: no such file")
+    elif file.is_file():
+        source = _read_text(file)
     return ChatTemplate(source, special_tokens) if isinstance(source, str) and source else None
