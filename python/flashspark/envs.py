@@ -1,4 +1,7 @@
-"""Every environment variable FlashSpark reads, each once: SGLang's names, for scripts that set them already."""
+"""Every environment variable FlashSpark reads, each once: SGLang's names, for scripts that set them already.
+
+The one exception is where the desktop standard puts caches.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,8 @@ RAGGED_VERIFY_MODE = EnvVar("SGLANG_RAGGED_VERIFY_MODE", "static", str)
 HEALTH_CHECK_TIMEOUT_S = EnvVar("SGLANG_HEALTH_CHECK_TIMEOUT", 20.0, float)
 # Seconds an idle connection is kept; shown in /server_info.
 KEEP_ALIVE_TIMEOUT_S = EnvVar("SGLANG_TIMEOUT_KEEP_ALIVE", 5, int)
+# Measured cost tables are cached below it.
+XDG_CACHE_HOME = EnvVar("XDG_CACHE_HOME", "", str)
 
 # Per-step records for the profiler of step costs; shown in /server_info as dspark_info_record.components.
 DSPARK_ENABLE_SPS_RECORD = EnvVar("SGLANG_DSPARK_ENABLE_SPS_RECORD", False, _parse_bool)

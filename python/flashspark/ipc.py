@@ -96,6 +96,8 @@ class SpeculativeStats(msgspec.Struct, frozen=True):
     num_verified: int = 0
     num_accepted: int = 0
     accept_histogram: list[int] = []  # steps by number of accepted drafts, index 0 … gamma
+    # Steps by verify length, anchor included, index 0 … gamma + 1; empty where verification is static.
+    verify_histogram: list[int] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, tag=True):

@@ -264,3 +264,11 @@ def check_statistics(meta: dict[str, Any], num_tokens: int) -> None:
     assert meta["spec_accept_histogram"] == histogram
     proposed = meta["spec_num_proposed_drafts"]
     assert meta["spec_accept_rate"] == pytest.approx(accepted / proposed if proposed else 0.0)
+    if "spec_cap_length" in meta:
+        lengths = meta["spec_cap_lens_histogram"]
+        assert sum(lengths) == steps
+        assert (
+            sum((length - 1) * count for length, count in enumerate(lengths))
+            == meta["spec_num_verified_drafts"]
+        )
+        assert meta["spec_cap_length"] == pytest.approx(1 + meta["spec_num_verified_drafts"] / steps)

@@ -138,6 +138,18 @@ def test_draft_that_does_not_fit(tmp_path: Path, case: str) -> None:
         assert part in message, message
 
 
+def test_nothing_to_plan_from(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    message = refused(tmp_path, "--model-path", str(tiny_pair[0]), "--ragged-verify-mode", "compact")
+    for part in (
+        "SGLANG_RAGGED_VERIFY_MODE",
+        "compact",
+        "there is no draft",
+        "--speculative-algorithm",
+        "static",
+    ):
+        assert part in message, message
+
+
 @pytest.mark.full
 def test_half_a_draft(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
@@ -173,6 +185,10 @@ WRONG_SIZES: dict[str, tuple[list[str], list[str]]] = {
     "context": (["--context-length", "5000"], ["--context-length 5000", "4096"]),
     "pool": (["--max-total-tokens", "8"], ["--max-total-tokens", "page", "8 tokens"]),
     "block": (["--speculative-num-draft-tokens", "9"], ["--speculative-num-draft-tokens 9", "2 to 6"]),
+    "cost table": (
+        ["--ragged-verify-mode", "compact", "--speculative-dspark-sps-table-path", "absent.json"],
+        ["--speculative-dspark-sps-table-path", "absent.json", "No such file"],
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import statistics
 import subprocess
@@ -14,17 +13,12 @@ import httpx
 import pytest
 
 from e2e.server import Server, poll, running_server, speculative
-from flashspark.args import ServerArgs
 from flashspark.benchmark.sps_fit import fit_errors, fit_table
 from flashspark.benchmark.sps_rounds import ProfileFiles
 from flashspark.speculative.cost_table import SpsCostTable, load_cost_table
 from tiny_models import write_dspark
 
 PROFILER = [sys.executable, "-m", "flashspark.benchmark.dspark_sps_profiler"]
-needs_modes = pytest.mark.skipif(
-    "speculative_cost_table" not in {field.name for field in dataclasses.fields(ServerArgs)},
-    reason="needs the flags of the ragged modes",
-)
 
 
 @pytest.fixture(scope="module", params=["DFLASH", "DSPARK"])
@@ -117,7 +111,6 @@ def pinned(server: Server) -> float | None:
     return server.state()["pinned_budget_fraction"]
 
 
-@needs_modes
 @pytest.mark.full
 def test_a_2d_table_from_scratch_predicts_cells_it_has_not_seen(compact: Server, tmp_path: Path) -> None:
     files = ProfileFiles(tmp_path / "table.json")
@@ -148,7 +141,6 @@ def test_a_2d_table_from_scratch_predicts_cells_it_has_not_seen(compact: Server,
     compact.wait_idle()
 
 
-@needs_modes
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_the_server_unpinned(compact: Server, tmp_path: Path, number: int) -> None:

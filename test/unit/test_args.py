@@ -57,6 +57,13 @@ def test_draft_limits_running_requests():
         (["--chunked-prefill-size", "-1"], "chunked_prefill_size", -1),
         (["--disable-radix"], "disable_radix_cache", True),
         (["--ragged-verify-mode", "static"], "ragged_verify_mode", "static"),
+        (["--ragged-verify-mode", "cap-accept"], "ragged_verify_mode", "cap-accept"),
+        (["--speculative-dspark-sps-table-path", "t.json"], "speculative_dspark_sps_table_path", "t.json"),
+        (["--speculative-dspark-conf", "s.json"], "speculative_dspark_confidence_sts_path", "s.json"),
+        (["--speculative-cost-table", "none"], "speculative_cost_table", "none"),
+        (["--disable-cost-table-correction"], "disable_cost_table_correction", True),
+        (["--speculative-min-drafts-every", "16"], "speculative_min_drafts_every", 16),
+        (["--speculative-verify-tier-tokens", "4"], "speculative_verify_tier_tokens", 4),
         (["--log-requests-level", "0"], "log_requests_level", 0),
     ],
 )
@@ -73,7 +80,10 @@ def test_spellings(argv, field, value):
         (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native"]),
         (["--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["--load-format", "gguf"], ["--load-format gguf", "safetensors"]),
-        (["--ragged-verify-mode", "compact"], ["--ragged-verify-mode compact", "static"]),
+        (["--ragged-verify-mode", "ragged"], ["--ragged-verify-mode ragged", "static, cap-accept, compact"]),
+        (["--speculative-cost-table", "t.json"], ["--speculative-cost-table t.json", "measured, none"]),
+        (["--speculative-min-drafts-every", "-1"], ["--speculative-min-drafts-every -1", "at least 0"]),
+        (["--speculative-verify-tier-tokens", "0"], ["--speculative-verify-tier-tokens 0", "at least 1"]),
         (["--enable-metrics"], ["--enable-metrics", "not available yet"]),
         (["--quantization", "fp8"], ["--quantization fp8", "leave it out"]),
         (["--speculative-algorithm", "EAGLE3"], ["--speculative-algorithm EAGLE3", "use DFLASH"]),
@@ -242,7 +252,12 @@ def test_json_round_trip():
 
 def test_verify_mode_from_the_environment(monkeypatch, capsys):
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    assert "SGLANG_RAGGED_VERIFY_MODE" in refusal(capsys)
+    assert parse().ragged_verify_mode == "compact"
+    assert parse("--ragged-verify-mode", "static").ragged_verify_mode == "static"
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "Compact")
+    message = refusal(capsys)
+    for word in ("SGLANG_RAGGED_VERIFY_MODE = Compact", "static, cap-accept, compact"):
+        assert word in message
     assert parse("--ragged-verify-mode", "static").ragged_verify_mode == "static"
 
 

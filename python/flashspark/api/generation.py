@@ -233,7 +233,7 @@ def spec_details(choice: Choice) -> dict[str, Any]:
     if stats.num_verify_steps == 0:
         return {}
     rate = stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0
-    return {
+    details: dict[str, Any] = {
         "spec_verify_ct": stats.num_verify_steps,
         "spec_accept_length": len(choice.token_ids) / stats.num_verify_steps,
         "spec_accept_rate": rate,
@@ -245,6 +245,11 @@ def spec_details(choice: Choice) -> dict[str, Any]:
         "spec_proposed_drafts": stats.num_drafted,
         "spec_accept_histogram": stats.accept_histogram,
     }
+    if stats.verify_histogram:  # capped: in the ragged modes alone
+        num_rows = sum(length * count for length, count in enumerate(stats.verify_histogram))
+        details["spec_cap_length"] = num_rows / stats.num_verify_steps
+        details["spec_cap_lens_histogram"] = stats.verify_histogram
+    return details
 
 
 def meta_info(choice: Choice, generation: Generation, weight_version: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from flashspark import envs
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 SpeculativeAlgorithm = Literal["DFLASH", "DSPARK"]
+VERIFY_MODES = ("static", "cap-accept", "compact")
 DEFAULT_RUNNING_WITH_DRAFT = 48  # as SGLang
 DEFAULT_RUNNING_WITHOUT_DRAFT = 64
 MAX_SEED = 2**30
@@ -150,7 +151,9 @@ class ServerArgs:
     )
     disable_radix_cache: bool = flag(False, "no prefix cache (there is none yet)")
     disable_overlap_schedule: bool = flag(False, "synchronous step loop (the only one yet)")
-    enable_deterministic_inference: bool = flag(False, "per-request seeds (always honoured)")
+    enable_deterministic_inference: bool = flag(
+        False, "per-request seeds (always honoured); step times correct no cost table"
+    )
     min_free_slots_delay: int | None = neutral(None, 1, help="prefill batching")
 
     # Device
@@ -210,8 +213,19 @@ class ServerArgs:
     ragged_verify_mode: str | None = flag(
         None,
         "verification mode (also SGLANG_RAGGED_VERIFY_MODE)",
-        choices=("static",),
-        remedy="use static; cap-accept and compact are not available yet",
+        choices=VERIFY_MODES,
+    )
+    speculative_cost_table: str = flag(
+        "measured",
+        "where step costs come from without a table file: measured at start-up, or none (verify everything)",
+        choices=("measured", "none"),
+    )
+    disable_cost_table_correction: bool = flag(False, "step times of serving do not correct the cost table")
+    speculative_min_drafts_every: int = flag(
+        0, "a request verifies a draft at least every N drafted steps, 0: no such floor", minimum=0
+    )
+    speculative_verify_tier_tokens: int = flag(
+        1, "rows between two verify tiers while steps are small", minimum=1
     )
     speculative_num_steps: int | None = neutral(
         None, 1, help="always 1", remedy="a block is drafted in one step: 1"
@@ -225,9 +239,17 @@ class ServerArgs:
     speculative_draft_attention_backend: str | None = neutral(None, "torch_native", help="draft attention")
     speculative_draft_kv_cache_dtype: str | None = neutral(None, "auto", help="draft KV type")
     speculative_attention_mode: str = neutral("prefill", help="attention of the verify step")
-    speculative_dspark_sps_table_path: str | None = neutral(None, help="DSPARK cost table")
-    speculative_dspark_confidence_sts_path: str | None = neutral(None, help="DSPARK calibration")
-    speculative_dspark_align_verify_tokens_to_graph_tier: bool = neutral(False, help="DSPARK tiers")
+    speculative_dspark_sps_table_path: str | None = flag(
+        None, "cost table, JSON of either kind (default: --speculative-cost-table)"
+    )
+    speculative_dspark_confidence_sts_path: str | None = flag(
+        None, "calibration of a draft's confidence head, JSON (default: none)"
+    )
+    speculative_dspark_align_verify_tokens_to_graph_tier: bool = flag(
+        False,
+        "accepted for scripts",
+        hint="has no effect: what a verify tier holds is always used for drafts",
+    )
     speculative_accept_threshold_single: float = neutral(1.0, help="1: lossless", remedy="only 1.0 is exact")
     speculative_accept_threshold_acc: float = neutral(1.0, help="1: lossless", remedy="only 1.0 is exact")
     speculative_use_rejection_sampling: bool = flag(False, "exact rejection sampling (always on)")

@@ -44,6 +44,11 @@ class ModelRunner:
         self.draft_pool: KVPool | None = draft.make_kv_pool(num_slots) if draft else None
         self._capture_layers = draft.config.target_layer_ids if draft else ()
 
+    @property
+    def verify_backend(self) -> AttentionBackend:
+        """What the target's attention runs on; start-up checks ask what it can do."""
+        return self._backend
+
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length."""
         rows = torch.tensor([chunk.row for chunk in chunks], device=self.device)

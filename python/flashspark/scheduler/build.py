@@ -13,6 +13,7 @@ from flashspark.speculative.sampling import SamplingRows
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
+from .adaptive_build import Info, build_adaptive, read_inputs
 from .scheduler import Scheduler, SchedulerLimits
 
 DEFAULT_CHUNKED_PREFILL_SIZE = 2048  # on a CPU: one chunk stays well under a second for a small model
@@ -42,6 +43,7 @@ def _too_large(args: ServerArgs, error: Exception) -> str:
 
 
 def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Scheduler, SchedulerReady]:
+    inputs = read_inputs(args)
     engine = build_engine(_engine_options(args))
     tokenizer = (
         None if args.skip_tokenizer_init else TextTokenizer.load(args.tokenizer_path or args.model_path)
@@ -51,6 +53,7 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     runner = engine.runner
     sampling = SamplingRows(max_running_requests, runner.target.config.vocab_size, runner.device)
     worker = SpeculativeWorker(runner, sampling, make_drafter(runner))
+    worker.adaptive, verification = build_adaptive(args, inputs, engine, worker)
     limits = SchedulerLimits(
         context_length=engine.context_length,
         max_running_requests=max_running_requests,
@@ -63,7 +66,7 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
     eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []
     scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed)
-    return scheduler, _ready(engine, worker, limits, eos_token_ids)
+    return scheduler, _ready(engine, worker, limits, eos_token_ids, verification)
 
 
 def _engine_options(args: ServerArgs) -> EngineOptions:
@@ -93,7 +96,11 @@ def _prefill_budget(args: ServerArgs) -> int:
 
 
 def _ready(
-    engine: Engine, worker: SpeculativeWorker, limits: SchedulerLimits, eos_token_ids: list[int]
+    engine: Engine,
+    worker: SpeculativeWorker,
+    limits: SchedulerLimits,
+    eos_token_ids: list[int],
+    verification: Info,
 ) -> SchedulerReady:
     runner = engine.runner
     of_dspark = runner.draft is not None and runner.draft.config.algorithm == "DSPARK"
@@ -112,5 +119,6 @@ def _ready(
             "speculative_dspark_block_size": worker.gamma if of_dspark else None,
             "kv_bytes_per_token": engine.capacity.bytes_per_token,
             "kv_capacity_reason": engine.capacity.reason,
+            **verification,
         },
     )

@@ -67,8 +67,8 @@ class SchedulerService:
             case AbortRequest():
                 self._scheduler.abort(message.request_ids, message.message)
             case StateRequest():
-                feed = self._scheduler.info_record()
-                self._channel.send(StateReply(message.query_id, dict(self._scheduler.state()), feed))
+                state = {**self._scheduler.state(), **self._scheduler.verification_state()}
+                self._channel.send(StateReply(message.query_id, state, self._scheduler.info_record()))
             case SetStateRequest():
                 refusal = self._scheduler.set_internal_state(message.values)
                 logger.info("live settings %s: %s", message.values, refusal or "changed")

@@ -60,6 +60,7 @@ class Request:
     seed: int
     stop_checker: StopChecker
     gamma: int  # drafts per step this request may ask for; 0 without speculation
+    counts_verify_lens: bool = False  # in the ragged modes, where they say something
     tokens: list[int] = field(init=False)
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -71,10 +72,12 @@ class Request:
     num_steps_without_draft: int = 0  # drafted steps in a row that verified the anchor alone
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
+    verify_histogram: list[int] = field(init=False)  # steps by verify length
 
     def __post_init__(self) -> None:
         self.tokens = list(self.message.input_ids)
         self.accept_histogram = [0] * (self.gamma + 1)
+        self.verify_histogram = [0] * (self.gamma + 2) if self.counts_verify_lens else []
 
     @property
     def request_id(self) -> str:
@@ -134,6 +137,8 @@ class Request:
         """
         self.num_drafted += num_drafted
         self.num_verified += verify_len - 1
+        if self.verify_histogram:
+            self.verify_histogram[verify_len] += 1
         waits = num_drafted > 0 and verify_len == 1
         self.num_steps_without_draft = self.num_steps_without_draft + 1 if waits else 0
         kept: list[int] = []
@@ -159,4 +164,5 @@ class Request:
             num_verified=self.num_verified,
             num_accepted=self.num_accepted,
             accept_histogram=list(self.accept_histogram),
+            verify_histogram=list(self.verify_histogram),
         )

@@ -25,7 +25,7 @@ from .live_settings import LiveSettings, Value
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
 from .residency import Residency
-from .step_record import StepRecord, decode_log_line
+from .step_record import StepRecord, decode_log_line, plan_log_line
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,11 @@ class Scheduler:
         self._feed: RecordFeed | None = None
         self.num_steps = 0
         self.totals = dict.fromkeys(
-            ("finished", "aborted", "output_tokens", "verify_steps", "aborted_mid_block"), 0
+            (
+                *("finished", "aborted", "aborted_mid_block", "output_tokens", "verify_steps"),
+                *("verify_tokens", "trimmed_steps", "draft_free_steps"),
+            ),
+            0,
         )
 
     @property
@@ -95,6 +99,7 @@ class Scheduler:
             seed=self._seed_for(message),
             stop_checker=StopChecker(message, self._eos_token_ids, self._tokenizer),
             gamma=0 if message.speculation == "off" else self._worker.gamma,
+            counts_verify_lens=self._worker.adaptive is not None,
         )
         self._requests[request.request_id] = request
         self.residency.enqueue(request)
@@ -176,6 +181,20 @@ class Scheduler:
             **self.totals,
         }
 
+    def verification_state(self) -> dict[str, int | float | str | bool | list[int] | None]:
+        """How much is verified at present and what decides it, for /server_info."""
+        adaptive, steps = self._worker.adaptive, self.totals["verify_steps"]
+        if adaptive is None:
+            return {"ragged_verify_mode": "static"}
+        correction = adaptive.planner.correction
+        return {
+            "ragged_verify_mode": adaptive.mode.value,
+            "avg_spec_cap_length": self.totals["verify_tokens"] / steps if steps else 0.0,
+            "confidence_is_ready": adaptive.source.is_ready,
+            "pinned_budget_fraction": adaptive.planner.pinned_fraction,
+            "cost_table_corrections": 0 if correction is None else correction.num_observations,
+        }
+
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
         total = len(message.input_ids) + sampling.max_new_tokens
@@ -234,8 +253,11 @@ class Scheduler:
         accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan))
         tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
         lens = accepted.verify_lens.tolist()
+        seconds = time.perf_counter() - started
         if plan is not None and self._worker.adaptive is not None:
-            self._worker.adaptive.planner.observe_step(plan, time.perf_counter() - started)
+            self._worker.adaptive.planner.observe_step(plan, seconds)
+            self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
+            self.totals["draft_free_steps"] += not plan.draft
         num_output_tokens = 0
         drafts = plan is None or plan.draft
         for i, request in enumerate(running):
@@ -249,11 +271,13 @@ class Scheduler:
                 self.totals["finished"] += 1
                 self._end(request, kept, finish)
         self.totals["output_tokens"] += num_output_tokens
+        self.totals["verify_tokens"] += sum(lens)
         return StepRecord(
             num_reqs=len(running),
             num_verify_tokens=sum(lens),
             num_rows_run=accepted.num_rows_run,
             num_output_tokens=num_output_tokens,
+            decode_ms=seconds * 1e3,
             plan=plan,
         )
 
@@ -301,3 +325,6 @@ class Scheduler:
                     len(self.residency.queue),
                 )
             )
+            plans = plan_log_line(recent)
+            if plans is not None:
+                logger.info(plans)

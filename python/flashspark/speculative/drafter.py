@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -118,17 +120,33 @@ class DFlash2Drafter(DFlashDrafter):
         return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs, signal=feature)
 
 
-def make_confidence_source(runner: ModelRunner, max_reqs: int) -> ConfidenceSource | None:
+def has_confidence_head(runner: ModelRunner) -> bool:
+    """Whether the draft predicts its own acceptance, so that a calibration file means something."""
+    return isinstance(runner.draft, DSparkDraft) and runner.draft.confidence is not None
+
+
+def make_confidence_source(
+    runner: ModelRunner, max_reqs: int, temperatures: Sequence[float] | None = None
+) -> ConfidenceSource | None:
     """What turns the drafter's signal into confidence: the draft's own head, or the online estimator.
 
-    None for a draft without a signal (DFlash v1), and without a draft.
+    None for a draft without a signal (DFlash v1), and without a draft. `temperatures` [gamma] calibrate a head.
     """
     draft = runner.draft
-    if isinstance(draft, DSparkDraft) and draft.confidence is not None:
-        return HeadConfidence(max_reqs, [1.0] * draft.config.gamma, runner.device)
+    if draft is not None and has_confidence_head(runner):
+        return HeadConfidence(max_reqs, temperatures or [1.0] * draft.config.gamma, runner.device)
     if isinstance(draft, DSparkDraft | DFlash2Draft):
         return AcceptanceEstimator(max_reqs, draft.config.gamma, runner.device)
     return None
+
+
+def make_scratch_source(runner: ModelRunner, max_reqs: int) -> ConfidenceSource:
+    """A source that costs what the serving one costs, for synthetic requests: whatever it learns, it is never ready."""
+    source = make_confidence_source(runner, max_reqs)
+    assert source is not None, "the draft has no confidence"
+    if isinstance(source, AcceptanceEstimator):
+        return AcceptanceEstimator(max_reqs, source.gamma, runner.device, warmup_refits=sys.maxsize)
+    return source
 
 
 def make_drafter(runner: ModelRunner) -> Drafter | None:

@@ -1,0 +1,121 @@
+"""A real server in compact mode: the text of static verification, and everything it says about trimming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.server import Server, check_statistics, generate_body, running_server, speculative
+from flashspark.demo import DEMO_PROMPTS
+
+CAP_KEYS = {"spec_cap_length", "spec_cap_lens_histogram"}
+# Rows are dear: whatever is unlikely to be accepted is not worth verifying.
+DEAR_ROWS = {
+    "bias_seconds": 1e-3,
+    "bs_probes": [1, 16],
+    "alpha_seconds": [0.0, 1e-4],
+    "m_probes": [1, 128],
+    "theta_seconds": [0.0, 0.2],
+}
+
+
+def batch(server: Server, prompts: list[list[int]], num_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+    """All prompts in one call; the answers in order, their statistics checked."""
+    body = generate_body(prompts[0], max_new_tokens=num_tokens, ignore_eos=True, **sampling)
+    response = server.http.post("/generate", json=body | {"input_ids": prompts})
+    assert response.status_code == 200, response.text
+    answers = response.json()
+    for answer in answers:
+        check_statistics(answer["meta_info"], num_tokens)
+    return answers
+
+
+def ids_of(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("mode", ["compact", "cap-accept"])
+def test_tiny_pair_with_a_table_from_a_file(
+    server: Server, tiny_pair: tuple[Path, Path], tmp_path: Path, mode: str
+) -> None:
+    """Trimmed after the estimator's warm-up: some 200 steps."""
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(DEAR_ROWS))
+    prompts = [[5 + i, 9, 40 + i, 7] for i in range(8)]
+    static = batch(server, prompts, 260)
+    assert not CAP_KEYS & static[0]["meta_info"].keys()
+    flags = [*("--ragged-verify-mode", mode), *("--speculative-dspark-sps-table-path", str(table))]
+    flags += ["--max-running-requests", "16", "--speculative-min-drafts-every", "4"]
+    with running_server(*speculative(*tiny_pair), *flags, log=tmp_path / "log") as adaptive:
+        assert ids_of(batch(adaptive, prompts, 260)) == ids_of(static)
+        answers = batch(adaptive, prompts, 80)
+        assert ids_of(answers) == [ids[:80] for ids in ids_of(static)]
+        for meta in (answer["meta_info"] for answer in answers):
+            assert 1 <= meta["spec_cap_length"] < 6
+            assert meta["spec_cap_length"] >= meta["spec_accept_length"]
+        info = adaptive.http.get("/server_info").json()
+        assert info["ragged_verify_mode"] == mode
+        assert info["speculative_cost_table_source"] == f"file {table}"
+        assert json.loads(info["speculative_cost_table_json"]) == DEAR_ROWS
+        assert info["speculative_num_draft_tokens"] == 6
+        assert info["disable_cuda_graph"] is False
+        assert info["cuda_graph_config"]["decode"]["max_bs"] == 16
+        state = adaptive.wait_idle()
+        assert state["ragged_verify_mode"] == mode
+        assert state["confidence_is_ready"]
+        assert state["trimmed_steps"] > 80
+        assert 1 <= state["avg_spec_cap_length"] < 5
+        assert "verification may be trimmed from now on" in adaptive.log
+        assert "cap len: 6.00" in adaptive.log
+        assert " trimmed, " in adaptive.log
+
+
+def test_table_is_measured_at_the_first_start(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, own_cache: Path
+) -> None:
+    flags = [*speculative(*tiny_pair), "--ragged-verify-mode", "compact", "--max-running-requests", "4"]
+    with running_server(*flags, log=tmp_path / "log") as measuring:
+        first = measuring.http.get("/server_info").json()
+        assert first["speculative_cost_table_source"] == "measured at start-up"
+        answers = batch(measuring, [[5, 9, 40, 7]] * 4, 60)
+        assert ids_of(answers) == ids_of(answers[:1]) * 4
+        measuring.wait_idle()
+        assert "cost table: measured at start-up; ms at (requests, rows): (1, 2) " in measuring.log
+    files = list(own_cache.rglob("*.json"))
+    # A busy machine measures too roughly to keep it; then the log says so.
+    assert len(files) == 1 or "too rough to keep" in measuring.log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["compact", "cap-accept"])
+def test_demo_pair_measured_and_trimmed(demo: Server, tmp_path: Path, own_cache: Path, mode: str) -> None:
+    """Held-out prompts, 16 at a time; sampled requests between greedy ones, whose text stays what it was."""
+    prompts = [item["token_ids"] for item in json.loads(DEMO_PROMPTS.read_text())][:48]
+    waves = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
+    static = list(itertools.chain(*(ids_of(batch(demo, wave, 120)) for wave in waves)))
+    flags = ["--ragged-verify-mode", mode, "--max-running-requests", "16"]
+    with running_server(*speculative("demo", "demo-dflash2"), *flags, log=tmp_path / "log") as adaptive:
+        sampled = []
+        for _ in range(2):
+            got = list(itertools.chain(*(ids_of(batch(adaptive, wave, 120)) for wave in waves)))
+            # Texts part where two logits are next to equal, and then stay apart: one or two of 48 at most.
+            assert sum(a != b for a, b in zip(got, static, strict=True)) <= 2
+            sampled += batch(adaptive, waves[0], 120, temperature=1.0)
+        state = adaptive.wait_idle()
+        assert state["confidence_is_ready"]
+        assert state["trimmed_steps"] + state["draft_free_steps"] > 0
+        assert min(answer["meta_info"]["spec_cap_length"] for answer in sampled[16:]) < 8
+        assert (
+            adaptive.http.get("/server_info").json()["speculative_cost_table_source"]
+            == "measured at start-up"
+        )

@@ -1,0 +1,107 @@
+"""Fitting cost tables: synthetic costs are recovered, noise cannot make a table fall, and edges are extended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.optimize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashspark.speculative.table_fit import (
+    StepSample,
+    extended,
+    fit_additive,
+    fit_plain,
+    fit_tables,
+    nonnegative_least_squares,
+    predict_additive,
+    sparse_probes,
+)
+
+BATCHES, WIDTH = (1, 2, 4, 8, 16), 8
+
+
+def cells(budgets=(0.0, 0.5, 1.0)) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(n, n + int(share * n * (WIDTH - 1))) for n in BATCHES for share in budgets]
+    return tuple(np.array(column) for column in zip(*pairs, strict=True))
+
+
+def true_seconds(num_reqs: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
+    """5 ms, 2 ms for each request and 0.5 ms for each row above 16, 0.1 below."""
+    return 5e-3 + 2e-3 * num_reqs + 1e-4 * np.minimum(num_rows, 16) + 5e-4 * np.maximum(num_rows - 16, 0)
+
+
+def test_additive_costs_are_recovered():
+    """Exactly: the kink lies on a probe, and both terms are linear elsewhere."""
+    num_reqs, num_rows = cells()
+    seconds = true_seconds(num_reqs, num_rows)
+    table = fit_additive(num_reqs, num_rows, seconds)
+    assert 16 in table.m_probes
+    assert table.bs_probes == BATCHES
+    assert table.alpha_seconds[0] == table.theta_seconds[0] == 0.0
+    assert predict_additive(table, num_reqs, num_rows) == pytest.approx(seconds, rel=1e-6)
+    held_out = (np.array([3, 6, 12]), np.array([16, 36, 96]))
+    assert predict_additive(table, *held_out) == pytest.approx(true_seconds(*held_out), rel=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), noise=st.sampled_from([0.0, 0.1, 0.5]))
+def test_a_fit_never_falls(seed, noise):
+    rng = np.random.default_rng(seed)
+    num_reqs, num_rows = cells((0.0, 0.25, 0.5, 1.0))
+    seconds = true_seconds(num_reqs, num_rows) * np.exp(rng.normal(0, noise, len(num_reqs)))
+    table = fit_additive(num_reqs, num_rows, seconds)
+    assert table.bias_seconds > 0
+    assert (np.diff(table.alpha_seconds) >= 0).all()
+    assert (np.diff(table.theta_seconds) >= 0).all()
+    error = np.abs(np.log(predict_additive(table, num_reqs, num_rows) / true_seconds(num_reqs, num_rows)))
+    assert error.mean() <= max(0.03, noise)
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 12), unknowns=st.integers(1, 8))
+def test_least_squares_equal_scipys(seed, rows, unknowns):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=(rows, unknowns)), rng.normal(size=rows)
+    found, (_, residual) = nonnegative_least_squares(a, b), scipy.optimize.nnls(a, b)
+    assert (found >= 0).all()
+    assert np.linalg.norm(a @ found - b) == pytest.approx(residual, abs=1e-6)
+
+
+def test_probes_are_the_ends_and_some_between():
+    assert sparse_probes(np.array([1, 2, 3, 4, 5, 8, 9, 100, 101])) == [1, 2, 3, 5, 8, 101]
+    assert sparse_probes(np.array([7, 7])) == [7]
+
+
+def test_axes_are_extended_on_their_last_slope():
+    assert extended((1, 4, 8), (0.0, 1.0, 3.0), 12) == ((1, 4, 8, 12), (0.0, 1.0, 3.0, 5.0))
+    assert extended((1, 4), (0.0, 1.0), 4) == ((1, 4), (0.0, 1.0))
+    assert extended((1,), (2.0,), 8) == ((1,), (2.0,))
+
+
+def test_plain_steps_are_medians_that_never_fall():
+    samples = [
+        StepSample(1, 1, False, (1.0, 9.0, 2.0)),
+        StepSample(4, 4, False, (1.5,)),
+        StepSample(8, 8, False, (4.0, 6.0)),
+    ]
+    plain = fit_plain(samples, 16)
+    assert plain.num_reqs_probes == (1, 4, 8, 16)
+    assert plain.seconds == (2.0, 2.0, 5.0, 11.0)
+    assert fit_plain([], 16) is None
+
+
+def test_both_tables_reach_the_largest_step():
+    num_reqs, num_rows = cells()
+    samples = [
+        StepSample(int(n), int(m), True, (float(s),))
+        for n, m, s in zip(num_reqs, num_rows, true_seconds(num_reqs, num_rows), strict=True)
+    ]
+    fitted = fit_tables([*samples, StepSample(1, 1, False, (1e-3,))], 32, 256)
+    assert (fitted.table.bs_probes[-1], fitted.table.m_probes[-1]) == (32, 256)
+    assert fitted.table.step_seconds(32, np.array([256]))[0] == pytest.approx(
+        float(true_seconds(np.array(32), np.array(256))), rel=1e-6
+    )
+    assert fitted.worst_error == pytest.approx(0, abs=1e-6)
+    assert fitted.plain.step_seconds(32) == 1e-3
