@@ -1,9 +1,10 @@
-"""Runs the README's code blocks, in order, in a fresh clone of this repository.
+"""Runs the code blocks of the README (or of another page), in order, in a fresh clone of this repository.
 
     python scripts/check_readme.py                  clone HEAD and run every block but the test command
     python scripts/check_readme.py --with-tests     the test command too
     python scripts/check_readme.py --here           run in this checkout instead of a clone
     python scripts/check_readme.py --show tests     print the blocks of one kind and stop
+    python scripts/check_readme.py --page docs/profiling.md
 
 Every ```bash and ```python block counts. A comment in the line above a block says how to run it:
 
@@ -55,20 +56,25 @@ class Block:
     kind: str
     language: str
     code: str
+    page: str = "README.md"
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
 
     def command(self) -> list[str]:
         return ["bash", "-euc", self.code] if self.language == "bash" else ["python", "-c", self.code]
 
 
-def parse_blocks(readme: str) -> list[Block]:
+def parse_blocks(readme: str, page: str = "README.md") -> list[Block]:
     """All bash and python blocks, with the words of their comment already added."""
     blocks = []
     for match in BLOCK.finditer(readme):
         kind, words, code = match["kind"] or "run", match["words"], match["code"].rstrip("\n")
         line = readme.count("\n", 0, match.start("language")) + 1
         if kind not in KINDS:
-            raise CheckError(f"README.md:{line}: unknown kind '{kind}', one of {', '.join(KINDS)} is meant")
-        blocks.append(Block(line, kind, match["language"], f"{code} {words}" if words else code))
+            raise CheckError(f"{page}:{line}: unknown kind '{kind}', one of {', '.join(KINDS)} is meant")
+        blocks.append(Block(line, kind, match["language"], f"{code} {words}" if words else code, page))
     return blocks
 
 
@@ -96,11 +102,9 @@ def started(block: Block, folder: Path, env: dict[str, str], timeout_s: float = 
         deadline = time.monotonic() + timeout_s
         while not is_healthy():
             if process.poll() is not None:
-                raise CheckError(
-                    f"README.md:{block.line}: the server left with exit code {process.returncode}"
-                )
+                raise CheckError(f"{block.place}: the server left with exit code {process.returncode}")
             if time.monotonic() > deadline:
-                raise CheckError(f"README.md:{block.line}: no healthy server after {timeout_s:.0f} s")
+                raise CheckError(f"{block.place}: no healthy server after {timeout_s:.0f} s")
             time.sleep(0.3)
         yield
     finally:
@@ -117,7 +121,7 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
     env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
     with contextlib.ExitStack() as servers:
         for block in blocks:
-            print(f"\n--- README.md:{block.line} ({block.kind})\n{block.code}\n---", flush=True)
+            print(f"\n--- {block.place} ({block.kind})\n{block.code}\n---", flush=True)
             if block.kind == "server":
                 servers.close()
                 servers.enter_context(started(block, folder, env))
@@ -125,7 +129,7 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
             start = time.monotonic()
             code = subprocess.run(block.command(), cwd=folder, env=env, check=False).returncode
             if code:
-                raise CheckError(f"README.md:{block.line}: exit code {code}")
+                raise CheckError(f"{block.place}: exit code {code}")
             print(f"--- ok, {time.monotonic() - start:.1f} s", flush=True)
 
 
@@ -134,18 +138,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--with-tests", action="store_true", help="run the test command too")
     parser.add_argument("--here", action="store_true", help="run in this checkout, not in a clone of HEAD")
     parser.add_argument("--show", choices=KINDS, help="print the blocks of this kind and stop")
+    parser.add_argument(
+        "--page", default="README.md", help="the page whose blocks are meant (default README.md)"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
     try:
-        blocks = parse_blocks((ROOT / "README.md").read_text())
+        blocks = parse_blocks((ROOT / args.page).read_text(), args.page)
         if args.show:
             print("\n".join(block.code for block in blocks if block.kind == args.show))
             return 0
         if port_is_open():
-            raise CheckError(f"port {PORT} is in use, and the README's servers need it")
+            raise CheckError(f"port {PORT} is in use, and the page's servers need it")
         wanted = [b for b in blocks if b.kind in ("run", "server") or (b.kind == "tests" and args.with_tests)]
         with tempfile.TemporaryDirectory(prefix="flashspark-readme-") as folder:
             place = ROOT if args.here else Path(folder) / "flashspark"
@@ -155,7 +162,7 @@ def main() -> int:
     except CheckError as error:
         print(f"\ncheck_readme: {error}", file=sys.stderr)
         return 1
-    print(f"\ncheck_readme: {len(wanted)} blocks ran, all as the README says")
+    print(f"\ncheck_readme: {len(wanted)} blocks ran, all as {args.page} says")
     return 0
 
 

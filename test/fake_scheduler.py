@@ -25,6 +25,8 @@ from flashspark.ipc import (
     SchedulerChannel,
     SchedulerFailed,
     SchedulerReady,
+    SetStateReply,
+    SetStateRequest,
     Shutdown,
     SpeculativeStats,
     StateReply,
@@ -103,6 +105,7 @@ class FakeScheduler:
         self.context_length = args.context_length or CONTEXT_LENGTH
         self.pool = args.max_total_tokens or 8 * self.context_length
         self.max_running = args.max_running_requests or 8
+        self.info_record: bytes | None = None
 
     def ready(self) -> SchedulerReady:
         vocab, ends = self.tokenizer.vocab_size, list(self.tokenizer.eos_token_ids)
@@ -120,7 +123,9 @@ class FakeScheduler:
                         self.abort(message)
                     case StateRequest():
                         state = {"num_running_reqs": len(self.running), "num_aborted": self.num_aborted}
-                        self.channel.send(StateReply(message.query_id, state))
+                        self.channel.send(StateReply(message.query_id, state, self.info_record))
+                    case SetStateRequest():
+                        self.channel.send(SetStateReply(message.query_id, self.set_state(message.values)))
                     case Shutdown():
                         return
             now = time.monotonic()
@@ -132,6 +137,15 @@ class FakeScheduler:
                 num_queued = max(0, len(self.running) - self.max_running)
                 beat = Heartbeat(self.num_steps, len(self.running) - num_queued, num_queued, 0)
                 self.channel.send(beat)
+
+    def set_state(self, values: dict) -> str | None:
+        """Takes records, as a number of empty ones; nothing else."""
+        if set(values) != {"fake_records"}:
+            return "no such setting"
+        self.info_record = b'{"mode":"static","records":[%s]}' % b",".join(
+            [b"{}"] * int(values["fake_records"])
+        )
+        return None
 
     def add(self, request: GenerateRequest) -> None:
         match request.sampling.seed:

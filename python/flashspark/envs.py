@@ -59,13 +59,55 @@ KEEP_ALIVE_TIMEOUT_S = EnvVar("SGLANG_TIMEOUT_KEEP_ALIVE", 5, int)
 # Measured cost tables are cached below it.
 XDG_CACHE_HOME = EnvVar("XDG_CACHE_HOME", "", str)
 
+# Per-step records for the profiler of step costs; shown in /server_info as dspark_info_record.components.
+DSPARK_ENABLE_SPS_RECORD = EnvVar("SGLANG_DSPARK_ENABLE_SPS_RECORD", False, _parse_bool)
+DSPARK_DEBUG_DUMP = EnvVar("SGLANG_DSPARK_DEBUG_DUMP", "", str)
+# 1.0: no draft is ever accepted, so that every step commits one token per request; shown in /server_info.
+SIMULATE_ACC_LEN = EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float)
+SIMULATE_ACC_METHOD = EnvVar("SGLANG_SIMULATE_ACC_METHOD", "match-expected", str)
+
+RECORD_COMPONENTS = ("core", "step_cpu_time")
+
 # Would change what the server does, and is not built yet: refused at start-up rather than ignored.
 UNAVAILABLE: tuple[EnvVar[float] | EnvVar[bool], ...] = (
-    EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float),
     EnvVar("SGLANG_REQ_WAITING_TIMEOUT", -1.0, float),
     EnvVar("SGLANG_REQ_RUNNING_TIMEOUT", -1.0, float),
     EnvVar("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", False, _parse_bool),
 )
+
+
+def record_components(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Which parts of the per-step records are kept; empty: none. What there is no record of is warned about."""
+    wanted = set(DSPARK_DEBUG_DUMP.get(environ).replace(",", " ").split())
+    if DSPARK_ENABLE_SPS_RECORD.get(environ) or "all" in wanted:
+        wanted.update(RECORD_COMPONENTS)
+    unknown = sorted(wanted - {"all", *RECORD_COMPONENTS})
+    if unknown:
+        names = ", ".join(RECORD_COMPONENTS)
+        logger.warning("%s: %s not recorded; there are %s", DSPARK_DEBUG_DUMP.name, unknown, names)
+    return tuple(name for name in RECORD_COMPONENTS if name in wanted)
+
+
+def simulated_accept_length(environ: Mapping[str, str] | None = None) -> float | None:
+    """1.0 where no draft is to be accepted, None where drafts are judged by the target.
+
+    Raises:
+        ValueError: any other simulation, with the reason.
+    """
+    length, method = SIMULATE_ACC_LEN.get(environ), SIMULATE_ACC_METHOD.get(environ)
+    if length <= 0:
+        return None
+    if length != 1.0:
+        raise ValueError(
+            f"{SIMULATE_ACC_LEN.name}={length:g} is not available: only 1 is, which accepts no draft; a longer one "
+            "would commit tokens that the target did not choose, and could reach past a trimmed block"
+        )
+    if method != SIMULATE_ACC_METHOD.default:
+        raise ValueError(
+            f"{SIMULATE_ACC_METHOD.name}={method} is not available: only {SIMULATE_ACC_METHOD.default} is; others "
+            "draw lengths around the mean, so that a step may commit more than the one token"
+        )
+    return length
 
 
 def unavailable_settings(environ: Mapping[str, str] | None = None) -> list[str]:

@@ -64,6 +64,13 @@ class StateRequest(msgspec.Struct, frozen=True, tag=True):
     query_id: int
 
 
+class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
+    """Changes live settings, all of them or none; answered by one `SetStateReply` with the same `query_id`."""
+
+    query_id: int
+    values: dict[str, bool | int | float | None]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The scheduler leaves its loop and exits with code 0."""
 
@@ -135,10 +142,20 @@ class StateReply(msgspec.Struct, frozen=True, tag=True):
 
     query_id: int
     state: dict[str, int | float | str | bool | None | list[int]]
+    info_record: bytes | None = (
+        None  # JSON of `dspark_info_record`, made once by the scheduler; None: not recorded
+    )
 
 
-ToScheduler = GenerateRequest | AbortRequest | StateRequest | Shutdown
-FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply
+class SetStateReply(msgspec.Struct, frozen=True, tag=True):
+    """Whether the settings were changed; where not, nothing was, and `refusal` says why."""
+
+    query_id: int
+    refusal: str | None = None
+
+
+ToScheduler = GenerateRequest | AbortRequest | StateRequest | SetStateRequest | Shutdown
+FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | SetStateReply
 
 
 class SchedulerChannel:

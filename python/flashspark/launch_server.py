@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in envs.unavailable_settings():
         print(f"{name} is set and not available yet: unset it", file=sys.stderr)
         return 2
+    try:
+        envs.simulated_accept_length()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return run(args, f"python -m flashspark.launch_server {_shown(argv)}")
 
 

@@ -27,6 +27,7 @@ MODELS: dict[type[RequestModel], dict] = {model: {} for model in BODIES.values()
     SpeculationOptions: {"mode": "off"},
 }
 MODELS[BODIES["/detokenize"]] = {"tokens": [1]}
+MODELS[BODIES["/set_internal_state"]] = {"server_args": {}}
 
 # One good value per honoured field, where a default would not do as an example.
 GOOD: dict[str, object] = {
@@ -66,6 +67,7 @@ GOOD: dict[str, object] = {
     "reasoning_content": "r",
     "tool_call_id": "t",
     "abort_message": "m",
+    "server_args": {"a": None, "b": True, "c": 1, "d": 0.5},
     "mode": "off",
     "model": "m",
 }

@@ -269,5 +269,54 @@ def test_environment_values(caplog):
     assert timeout.get({"SGLANG_HEALTH_CHECK_TIMEOUT": "soon"}) == 20
     assert "SGLANG_HEALTH_CHECK_TIMEOUT" in caplog.text
     assert envs.unavailable_settings({}) == []
-    assert envs.unavailable_settings({"SGLANG_SIMULATE_ACC_LEN": "-1"}) == []
-    assert envs.unavailable_settings({"SGLANG_SIMULATE_ACC_LEN": "1.0"}) == ["SGLANG_SIMULATE_ACC_LEN"]
+    assert envs.unavailable_settings({"SGLANG_REQ_RUNNING_TIMEOUT": "-1"}) == []
+    assert envs.unavailable_settings({"SGLANG_REQ_RUNNING_TIMEOUT": "9"}) == ["SGLANG_REQ_RUNNING_TIMEOUT"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SGLANG_SIMULATE_ACC_LEN": "-1"}, None),
+        ({"SGLANG_SIMULATE_ACC_LEN": "0"}, None),
+        ({"SGLANG_SIMULATE_ACC_METHOD": "multinomial"}, None),
+        ({"SGLANG_SIMULATE_ACC_LEN": "1"}, 1.0),
+        ({"SGLANG_SIMULATE_ACC_LEN": "1.0", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}, 1.0),
+    ],
+)
+def test_simulated_acceptance(environ, expected):
+    assert envs.simulated_accept_length(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"SGLANG_SIMULATE_ACC_LEN": "2.5"}, "only 1 is"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "0.5"}, "only 1 is"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "nan"}, "only 1 is"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "1", "SGLANG_SIMULATE_ACC_METHOD": "multinomial"}, "match-expected"),
+    ],
+)
+def test_other_simulated_acceptance_is_refused(environ, reason):
+    with pytest.raises(ValueError, match=reason):
+        envs.simulated_accept_length(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ()),
+        ({"SGLANG_DSPARK_ENABLE_SPS_RECORD": "1"}, ("core", "step_cpu_time")),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "core"}, ("core",)),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "step_cpu_time,core"}, ("core", "step_cpu_time")),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "all"}, ("core", "step_cpu_time")),
+    ],
+)
+def test_record_components(environ, expected, caplog):
+    assert envs.record_components(environ) == expected
+    assert not caplog.text
+
+
+def test_record_components_that_there_are_not_are_warned_about(caplog):
+    assert envs.record_components({"SGLANG_DSPARK_DEBUG_DUMP": "core,step_gpu_time"}) == ("core",)
+    assert "step_gpu_time" in caplog.text

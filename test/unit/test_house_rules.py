@@ -41,7 +41,13 @@ ARROWS: dict[str, set[str]] = {
     "api": {"ipc", "text", "args", "envs", "demo"},
     "launch_server": {"api", "scheduler", "ipc", "args", "envs", "demo"},
     # clients of a live server
-    "benchmark": {"args", "envs", "text", "demo"},
+    "benchmark": {
+        "speculative",
+        "args",
+        "envs",
+        "text",
+        "demo",
+    },  # tables are written by the code that reads them
 }
 ROOMS_WITHOUT_TORCH = {"api", "args", "demo", "envs", "ipc", "launch_server", "text"}
 ROOMS_WITHOUT_HTTP = {"attention", "engine", "kernels", "layers", "models", "scheduler", "speculative"}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,10 +17,12 @@ from flashspark.ipc import SamplingParams
 
 from .context import ServerContext
 from .engine_client import EngineDead
-from .errors import RequestError
+from .errors import RequestError, unavailable
 from .generation import Generation, Prompt
-from .protocol import AbortBody
+from .protocol import AbortBody, SetInternalStateBody
 from .wire import json_response, unless_disconnected
+
+logger = logging.getLogger("flashspark.api")
 
 _SECRET_ARGS = frozenset({"api_key", "admin_api_key"})
 
@@ -115,10 +119,15 @@ async def server_info(request: Request, context: ServerContext) -> Response:
     flags = {key: value for key, value in context.args.to_dict().items() if key not in _SECRET_ARGS}
     ready = context.ready
     tiers = _fixed_tiers(ready.info.get("verify_request_buckets"))
+    state: dict[str, Any] = {}
     try:
-        state = await context.engine.state()
+        reply = await context.engine.state()
     except (EngineDead, TimeoutError, asyncio.TimeoutError):
-        state = {}
+        pass
+    else:
+        state.update(reply.state)
+        if reply.info_record is not None:  # JSON already: thousands of records are not taken apart again here
+            state["dspark_info_record"] = orjson.Fragment(reply.info_record)
     internal = {
         **flags,
         **ready.info,
@@ -196,3 +205,18 @@ async def flush_cache(request: Request, context: ServerContext) -> Response:
         busy = "Cannot flush while requests are running.\n"
         return Response(busy, status_code=400, media_type="text/plain")
     return Response("Nothing cached.\n", media_type="text/plain")
+
+
+async def set_internal_state(request: Request, context: ServerContext) -> Response:
+    """Changes live settings, all or none; the answer has one true or false per rank, and the log says why false."""
+    context.check_serving()
+    body = SetInternalStateBody.parse(await context.read_json(request))
+    try:
+        reply = await context.engine.set_state(body.server_args)
+    except EngineDead as error:
+        raise unavailable(f"the engine is down: {error}", retry_after_s=5) from None
+    except (TimeoutError, asyncio.TimeoutError):
+        raise unavailable("the step loop does not answer; try again", retry_after_s=5) from None
+    if reply.refusal is not None:
+        logger.warning("/set_internal_state %s refused: %s", body.server_args, reply.refusal)
+    return json_response([reply.refusal is None])

@@ -46,6 +46,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/get_load", ("GET",), admin.get_load),
     ("/abort_request", ("POST",), admin.abort_request),
     ("/flush_cache", ("GET", "POST"), admin.flush_cache),
+    ("/set_internal_state", ("POST", "PUT"), admin.set_internal_state),
 )
 
 

@@ -17,6 +17,8 @@ from flashspark.ipc import (
     RequestOutput,
     SchedulerFailed,
     SchedulerReady,
+    SetStateReply,
+    SetStateRequest,
     Shutdown,
     StateReply,
     StateRequest,
@@ -82,7 +84,7 @@ class EngineClient:
         self._channel = channel
         # None: abandoned, its id stays taken until the scheduler has said that it is gone.
         self._calls: dict[str, EngineCall | None] = {}
-        self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = itertools.count()
         self._ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
         # A send waits while no scheduler is connected, so nobody but one task sends.
@@ -163,18 +165,26 @@ class EngineClient:
         if known and self.failure is None:
             self._outbox.put_nowait(AbortRequest(known, "the client went away"))
 
-    async def state(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def state(self, timeout_s: float = 5.0) -> StateReply:
         """Counters and live values of the scheduler; raises `TimeoutError` when it does not answer."""
+        return await self._ask(StateRequest(next(self._query_ids)), timeout_s)
+
+    async def set_state(
+        self, values: dict[str, bool | int | float | None], timeout_s: float = 30.0
+    ) -> SetStateReply:
+        """Changes live settings between two steps, all or none; the reply says why where it is none."""
+        return await self._ask(SetStateRequest(next(self._query_ids), values), timeout_s)
+
+    async def _ask(self, query: StateRequest | SetStateRequest, timeout_s: float) -> Any:
         if self.failure is not None:
             raise EngineDead(self.failure)
-        query_id = next(self._query_ids)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = future
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._queries[query.query_id] = future
         try:
-            self._outbox.put_nowait(StateRequest(query_id))
+            self._outbox.put_nowait(query)
             return await asyncio.wait_for(future, timeout_s)
         finally:
-            del self._queries[query_id]
+            del self._queries[query.query_id]
 
     def shut_down(self) -> None:
         """Asks the scheduler to leave."""
@@ -215,10 +225,10 @@ class EngineClient:
                 case Heartbeat():
                     self._last_progress_s = time.monotonic()
                     self.heartbeat = message
-                case StateReply():
+                case StateReply() | SetStateReply():
                     future = self._queries.get(message.query_id)
                     if future is not None and not future.done():
-                        future.set_result(message.state)
+                        future.set_result(message)
                 case SchedulerReady():
                     self._last_progress_s = time.monotonic()
                     if not self._ready.done():

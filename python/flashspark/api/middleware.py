@@ -13,7 +13,7 @@ from .wire import json_response
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
-_ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
+_ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/set_internal_state"})
 
 
 class RequestIdMiddleware:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from .fields import (
+    INT64,
     MAX_FIELDS,
     MAX_MESSAGES,
     Interval,
@@ -267,6 +268,16 @@ class AbortBody(RequestModel):
     abort_message: Identifier | None = None
 
 
+LiveValue = bool | Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | float | None
+MAX_LIVE_SETTINGS = 64
+
+
+class SetInternalStateBody(RequestModel):
+    """`/set_internal_state`: live settings by name; a null clears one that can be cleared."""
+
+    server_args: Annotated[dict[Identifier, LiveValue], Field(max_length=MAX_LIVE_SETTINGS)]
+
+
 # Request models by route, for the OpenAPI document and for the test that walks every field.
 BODIES: dict[str, type[RequestModel]] = {
     "/generate": GenerateBody,
@@ -275,4 +286,5 @@ BODIES: dict[str, type[RequestModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
+    "/set_internal_state": SetInternalStateBody,
 }

@@ -15,6 +15,9 @@ import threading
 import time
 import traceback
 
+import msgspec
+
+from flashspark import envs
 from flashspark.args import ServerArgs, configure_logging
 from flashspark.ipc import (
     AbortRequest,
@@ -22,6 +25,9 @@ from flashspark.ipc import (
     Heartbeat,
     SchedulerChannel,
     SchedulerFailed,
+    SchedulerReady,
+    SetStateReply,
+    SetStateRequest,
     Shutdown,
     StateReply,
     StateRequest,
@@ -62,7 +68,11 @@ class SchedulerService:
                 self._scheduler.abort(message.request_ids, message.message)
             case StateRequest():
                 state = {**self._scheduler.state(), **self._scheduler.verification_state()}
-                self._channel.send(StateReply(message.query_id, state))
+                self._channel.send(StateReply(message.query_id, state, self._scheduler.info_record()))
+            case SetStateRequest():
+                refusal = self._scheduler.set_internal_state(message.values)
+                logger.info("live settings %s: %s", message.values, refusal or "changed")
+                self._channel.send(SetStateReply(message.query_id, refusal))
             case Shutdown():
                 self._stopping = True
 
@@ -80,6 +90,28 @@ class SchedulerService:
                 num_used_tokens=int(state["num_used_tokens"]),
             )
         )
+
+
+def prepare_profiling(scheduler: Scheduler, ready: SchedulerReady) -> SchedulerReady:
+    """Turns on what the environment asks for, and says so in the log and in /server_info."""
+    components, simulated = envs.record_components(), envs.simulated_accept_length()
+    if components:
+        scheduler.keep_records(components, simulated)
+        logger.info("a record of every decode step is kept for /server_info (%s)", ", ".join(components))
+    if simulated is not None:
+        scheduler.accept_no_drafts()
+        logger.warning(
+            "%s=%g: no draft is accepted, each step commits one token per request. This is for measuring step "
+            "times: serve without it",
+            envs.SIMULATE_ACC_LEN.name,
+            simulated,
+        )
+    profiling = {
+        "verify_request_buckets": scheduler.verify_request_buckets,
+        "dspark_record_components": list(components),
+        "simulate_acc_len": simulated,
+    }
+    return msgspec.structs.replace(ready, info={**ready.info, **profiling})
 
 
 def _leave_with_the_api_process() -> None:
@@ -102,6 +134,7 @@ def main() -> int:
     try:
         try:
             scheduler, ready = build_scheduler(args, channel.send)
+            ready = prepare_profiling(scheduler, ready)
         except ValueError as error:  # a folder, draft or limit that cannot be served: the message says it all
             logger.debug("building the scheduler failed", exc_info=True)
             channel.send(SchedulerFailed(str(error)))

@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
+from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 from flashspark.speculative.types import StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
+from .live_settings import LiveSettings, Value
+from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
 from .residency import Residency
 from .step_record import StepRecord, decode_log_line, plan_log_line
@@ -67,6 +70,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._random_seed = random_seed
         self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
+        self._feed: RecordFeed | None = None
         self.num_steps = 0
         self.totals = dict.fromkeys(
             (
@@ -121,15 +125,46 @@ class Scheduler:
         running = self.residency.grow([r for r in self.residency.residents if r.is_decodable])
         record = self._decode(running) if running else StepRecord()
         self.num_steps += 1
+        ended = time.perf_counter()
         self.records.append(
             replace(
                 record,
                 forward_ct=self.num_steps,
                 num_prefill_tokens=num_prefill_tokens,
-                step_ms=(time.perf_counter() - started) * 1e3,
+                step_ms=(ended - started) * 1e3,
             )
         )
+        if self._feed is not None:
+            self._feed.add(self.records[-1], ended, self.has_work)
         self._log()
+
+    def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
+        """Keeps a record of every decode step from now on, for profilers."""
+        worker = self._worker
+        mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
+        self._feed = RecordFeed(
+            FeedHeader(mode.value, worker.gamma, worker.width, components, simulate_acc_len)
+        )
+
+    def info_record(self) -> bytes | None:
+        """`dspark_info_record` as JSON; None where no records are kept."""
+        return None if self._feed is None else self._feed.dump()
+
+    def set_internal_state(self, values: Mapping[str, Value]) -> str | None:
+        """Changes live settings, all or none; returns why where it is none."""
+        return LiveSettings(self._worker, self._feed).apply(values, is_idle=not self.has_work)
+
+    def accept_no_drafts(self) -> None:
+        """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
+        self._worker.accepts_drafts = False
+
+    @property
+    def verify_request_buckets(self) -> list[int]:
+        """Batch sizes that steps are padded to; in static verification each runs as it is."""
+        adaptive = self._worker.adaptive
+        if adaptive is None or adaptive.planner.grid is None:
+            return list(range(1, self.limits.max_running_requests + 1))
+        return list(adaptive.planner.grid.buckets)
 
     def state(self) -> dict[str, int | float]:
         """Counters for /server_info; the free counts equal the totals once nothing is left to do."""

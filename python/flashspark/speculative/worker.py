@@ -34,6 +34,9 @@ class SpeculativeWorker:
         self.runner, self.sampling, self.drafter, self.adaptive = runner, sampling, drafter, adaptive
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
+        self.accepts_drafts = (
+            True  # False: drafts are made and verified, and none is kept, for measuring step times
+        )
 
     def assign(
         self,
@@ -47,7 +50,7 @@ class SpeculativeWorker:
         """A request takes `row`; see `SamplingRows.assign`. `speculates`: whether anything is drafted for it."""
         self.sampling.assign(row, params, prompt_ids, output_ids, step_index)
         if self.adaptive is not None:
-            self.adaptive.assign(row, params, speculates)
+            self.adaptive.assign(row, params, speculates and self.accepts_drafts)
 
     def release(self, row: int) -> None:
         """The request in `row` has left."""
@@ -65,7 +68,11 @@ class SpeculativeWorker:
         verify_lens, layout = self._lay_out(batch, draft, members)
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
-        accepted = accept(logits, layout, draft, verify_lens, rows, context_lens, self.sampling, step)
+        # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
+        cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
+        accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step)
+        if not self.accepts_drafts:
+            accepted = replace(accepted, verify_lens=verify_lens)
         if self.adaptive is not None and members:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
         self._commit(rows, step, accepted)

@@ -1,0 +1,1 @@
+"""Clients of a live server: measuring it, and fitting what it reads."""
