@@ -100,36 +100,12 @@ class NativeSampling(SamplingFields):
     choice: Any = neutral(None)
 
 
-class GenerateBody(RequestModel):
-    """`/generate`. Either `text` or `input_ids`, one or a batch."""
+class EngineFields(RequestModel):
+    """What every generating route takes at its neutral value only: routing, tenancy and what no engine here does."""
 
-    text: str | Texts | None = None
-    input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
-    sampling_params: dict[str, Any] | Objects = Field({}, description="one, or one per prompt")
-    stream: bool = False
-    rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
-    speculation: SpeculationOptions | None = None
-    return_prompt_token_ids: bool = False
-    return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
-    logprob_start_len: Any = neutral(-1, 0, remedy=_LOGPROBS)
-    top_logprobs_num: Any = neutral(0, remedy=_LOGPROBS)
-    token_ids_logprob: Any = neutral(None, [], remedy=_LOGPROBS)
-    return_text_in_logprobs: Any = neutral(False, remedy=_LOGPROBS)
     return_hidden_states: Any = neutral(False, remedy="hidden states are not returned")
     return_routed_experts: Any = neutral(False, remedy="hidden states are not returned")
-    return_entropy: Any = neutral(False, remedy=_LOGPROBS)
-    return_bytes: Any = neutral(False)
-    log_metrics: Any = neutral(True)
-    background: Any = neutral(False, remedy="background requests are not available")
-    no_logs: Any = neutral(False)
-    model: Any = neutral(None)
-    input_embeds: Any = neutral(None)
-    image_data: Any = neutral(None, [], remedy=_MEDIA)
-    video_data: Any = neutral(None, [], remedy=_MEDIA)
-    audio_data: Any = neutral(None, [], remedy=_MEDIA)
-    modalities: Any = neutral(None, [], ["text"], remedy=_MEDIA)
     lora_path: Any = neutral(None, "", remedy=_LORA)
-    lora_id: Any = neutral(None, "", remedy=_LORA)
     session_params: Any = neutral(None, {})
     custom_logit_processor: Any = neutral(None, "", remedy="custom code is never executed")
     priority: Any = neutral(None, 0)
@@ -145,7 +121,36 @@ class GenerateBody(RequestModel):
     bootstrap_room: Any = neutral(None, remedy=_DISAGGREGATION)
 
 
-class OpenAIFields(SamplingFields):
+class GenerateBody(EngineFields):
+    """`/generate`. Either `text` or `input_ids`, one or a batch."""
+
+    text: str | Texts | None = None
+    input_ids: list[Any] | None = Field(None, description="token ids of one prompt, or a list of such lists")
+    sampling_params: dict[str, Any] | Objects = Field({}, description="one, or one per prompt")
+    stream: bool = False
+    rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
+    speculation: SpeculationOptions | None = None
+    return_prompt_token_ids: bool = False
+    return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
+    logprob_start_len: Any = neutral(-1, 0, remedy=_LOGPROBS)
+    top_logprobs_num: Any = neutral(0, remedy=_LOGPROBS)
+    token_ids_logprob: Any = neutral(None, [], remedy=_LOGPROBS)
+    return_text_in_logprobs: Any = neutral(False, remedy=_LOGPROBS)
+    return_entropy: Any = neutral(False, remedy=_LOGPROBS)
+    return_bytes: Any = neutral(False)
+    log_metrics: Any = neutral(True)
+    background: Any = neutral(False, remedy="background requests are not available")
+    no_logs: Any = neutral(False)
+    model: Any = neutral(None)
+    input_embeds: Any = neutral(None)
+    image_data: Any = neutral(None, [], remedy=_MEDIA)
+    video_data: Any = neutral(None, [], remedy=_MEDIA)
+    audio_data: Any = neutral(None, [], remedy=_MEDIA)
+    modalities: Any = neutral(None, [], ["text"], remedy=_MEDIA)
+    lora_id: Any = neutral(None, "", remedy=_LORA)
+
+
+class OpenAIFields(SamplingFields, EngineFields):
     """What completions and chat share."""
 
     model: Identifier = Field("default", description="echoed; one model is served")
@@ -166,22 +171,6 @@ class OpenAIFields(SamplingFields):
     store: Any = neutral(False)
     service_tier: Any = neutral(None, "auto", "default")
     prompt_cache_key: Any = neutral(None, "")
-    return_hidden_states: Any = neutral(False, remedy="hidden states are not returned")
-    return_routed_experts: Any = neutral(False, remedy="hidden states are not returned")
-    lora_path: Any = neutral(None, "", remedy=_LORA)
-    session_params: Any = neutral(None, {})
-    custom_logit_processor: Any = neutral(None, "", remedy="custom code is never executed")
-    priority: Any = neutral(None, 0)
-    routing_key: Any = neutral(None)
-    extra_key: Any = neutral(None)
-    cache_salt: Any = neutral(None, "")
-    custom_labels: Any = neutral(None, {})
-    data_parallel_rank: Any = neutral(None, 0)
-    routed_dp_rank: Any = neutral(None, 0)
-    disagg_prefill_dp_rank: Any = neutral(None, remedy=_DISAGGREGATION)
-    bootstrap_host: Any = neutral(None, remedy=_DISAGGREGATION)
-    bootstrap_port: Any = neutral(None, remedy=_DISAGGREGATION)
-    bootstrap_room: Any = neutral(None, remedy=_DISAGGREGATION)
 
 
 class CompletionBody(OpenAIFields):
