@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from flashspark.ipc import FinishReason, GenerateRequest, SpeculativeStats
 from flashspark.speculative.sampling import RowSampling
@@ -108,10 +109,11 @@ class Request:
     def is_seeded(self) -> bool:
         """Whether its output must not depend on how much of its blocks is verified."""
         sampling = self.message.sampling
-        return sampling.seed is not None and not self.row_sampling().is_greedy
+        return sampling.seed is not None and not self.row_sampling.is_greedy
 
+    @cached_property
     def row_sampling(self) -> RowSampling:
-        """Its settings as the device side wants them."""
+        """Its settings as the device side wants them. They never change, and every planned step looks at them."""
         sampling = self.message.sampling
         return RowSampling(
             seed=self.seed,

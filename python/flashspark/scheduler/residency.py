@@ -92,7 +92,7 @@ class Residency:
         self._request_rows.set_context(request.row, 0, request.tokens[-1])
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
         self._worker.assign(
-            request.row, request.row_sampling(), prompt, output, request.num_verify_steps, request.gamma > 0
+            request.row, request.row_sampling, prompt, output, request.num_verify_steps, request.gamma > 0
         )
 
     def _cover(self, request: Request) -> bool:
