@@ -10,12 +10,21 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402 - after the thread counts, which torch reads once
+import hypothesis  # noqa: E402 - after the thread counts, which torch reads once
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # float sums do not depend on the machine's core count
 
+# A landing is judged on the same examples every time; the full suite looks for new ones.
+hypothesis.settings.register_profile("same-examples", derandomize=True)
+
 E2E_DIR = Path(__file__).parent / "e2e"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "(full or" not in config.getoption("-m"):
+        hypothesis.settings.load_profile("same-examples")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -238,9 +238,10 @@ class _Server:
         }
         stdin = self._scheduler.stdin
         assert stdin is not None
-        # The pipe stays open: its end tells the scheduler that we are gone, however we went.
-        stdin.write(json.dumps(start).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):
+        # The pipe stays open: its end tells the scheduler that we are gone, however we went. A scheduler that is dead
+        # already shows as a broken pipe or, to uvloop, as a closed handle; `_watch_scheduler` says how it ended.
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            stdin.write(json.dumps(start).encode() + b"\n")
             await stdin.drain()
 
     async def _watch_scheduler(self, engine: EngineClient) -> None:
