@@ -32,6 +32,13 @@ def reference_accept(probs, drafts, ids, q, verify_len, accept_u, final_u):
     return count, int(np.searchsorted(cdf, final_u[count] * cdf[-1], side="right"))
 
 
+def accept_aligned(probs, *rest):
+    """`accept_sampled` of p [R, W, V], every block row at its own place."""
+    return accept_sampled(
+        probs.flatten(0, 1), torch.arange(probs[..., 0].numel()).view(probs.shape[:2]), *rest
+    )
+
+
 def random_case(seed, num_reqs):
     g = torch.Generator().manual_seed(seed)
     probs = torch.softmax(torch.randn(num_reqs, GAMMA + 1, VOCAB, generator=g) * 1.5, -1)
@@ -50,7 +57,7 @@ def random_case(seed, num_reqs):
 @given(seed=st.integers(0, 10**6))
 def test_sampled_equals_the_loop(seed):
     case = random_case(seed, 16)
-    count, token = accept_sampled(*case)
+    count, token = accept_aligned(*case)
     arrays = [x.double().numpy() if x.is_floating_point() else x.numpy() for x in case]
     for r in range(16):
         assert (count[r].item(), token[r].item()) == reference_accept(*(a[r] for a in arrays))
@@ -61,22 +68,38 @@ def test_sampled_equals_the_loop(seed):
 def test_dense_q_equals_the_sparse_one(seed):
     probs, drafts, ids, q, *rest = random_case(seed, 16)
     dense = torch.zeros(*drafts.shape, VOCAB).scatter_(2, ids, q)
-    expected = accept_sampled(probs, drafts, ids, q, *rest)
-    for a, b in zip(accept_sampled(probs, drafts, None, dense, *rest), expected, strict=True):
+    expected = accept_aligned(probs, drafts, ids, q, *rest)
+    for a, b in zip(accept_aligned(probs, drafts, None, dense, *rest), expected, strict=True):
         assert torch.equal(a, b)
 
 
 def test_rows_past_the_cutoff_do_not_matter():
     probs, drafts, ids, q, verify_lens, accept_u, final_u = random_case(3, 64)
-    before = accept_sampled(probs, drafts, ids, q, verify_lens, accept_u, final_u)
+    before = accept_aligned(probs, drafts, ids, q, verify_lens, accept_u, final_u)
     poisoned = probs.clone(), drafts.clone(), q.clone()
     for r, length in enumerate(verify_lens.tolist()):
         poisoned[0][r, length:] = 123.0
         poisoned[1][r, length - 1 :] = 0
         poisoned[2][r, length - 1 :] = 7.0
-    after = accept_sampled(poisoned[0], poisoned[1], ids, poisoned[2], verify_lens, accept_u, final_u)
+    after = accept_aligned(poisoned[0], poisoned[1], ids, poisoned[2], verify_lens, accept_u, final_u)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_packed_rows_are_enough(seed):
+    """Only verified rows exist, packed, with other people's rows around them; past the cutoff anything is named."""
+    probs, drafts, ids, q, verify_lens, *uniforms = random_case(seed, 16)
+    position = torch.arange(GAMMA + 1)
+    verified = position < verify_lens[:, None]
+    packed = torch.cat((torch.full((3, VOCAB), float("nan")), probs[verified], torch.full((5, VOCAB), 9.0)))
+    block_rows = 3 + (verified.flatten().cumsum(0) - 1).view(verified.shape)
+    expected = accept_aligned(probs, drafts, ids, q, verify_lens, *uniforms)
+    for a, b in zip(
+        accept_sampled(packed, block_rows, drafts, ids, q, verify_lens, *uniforms), expected, strict=True
+    ):
+        assert torch.equal(a, b)
 
 
 def test_greedy_by_hand():
@@ -97,7 +120,7 @@ def draw_first_two(num, q, lie=False):
     drafts = ids[drawn][:, None]
     probs = torch.stack([p_first.expand(num, -1), p_second[drafts[:, 0]]], 1)
     candidates, q = ids.expand(num, 1, -1), q.expand(num, 1, -1)
-    count, token = accept_sampled(
+    count, token = accept_aligned(
         probs, drafts, candidates, q, torch.full((num,), 2), u[:, :1, 1], u[:, :, 2]
     )
     first = torch.where(count > 0, drafts[:, 0], token)

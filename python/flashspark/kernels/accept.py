@@ -1,8 +1,7 @@
 """Cutoff accept: how much of each drafted prefix the target keeps, and the token that follows it.
 
-Rows are block-aligned: target row i of a request is its distribution after the anchor and i drafts. A request
-whose verify length is L has rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Rows and drafts
-past the cutoff may hold anything finite.
+Target row i of a request is its distribution after the anchor and i drafts. A request whose verify length is L has
+rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Drafts and rows past the cutoff may be anything.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tu
 
 def accept_sampled(
     probs: Tensor,
+    block_rows: Tensor,
     drafts: Tensor,
     candidate_ids: Tensor | None,
     candidate_probs: Tensor,
@@ -49,7 +49,8 @@ def accept_sampled(
     max(p - q, 0) over the whole vocabulary; where the block or the cutoff ended without one, from p itself.
 
     Args:
-        probs: float32 [R, gamma + 1, V], the target's p per row.
+        probs: float32 [N, V], the target's p, one row for each verified block row; others may be among them.
+        block_rows: int64 [R, gamma + 1], where in `probs` each block row is; past the cutoff, anywhere.
         drafts: int64 [R, gamma].
         candidate_ids: int64 [R, gamma, K], distinct within a row; None where K is V and candidate i is token i.
         candidate_probs: float32 [R, gamma, K], the q each draft was drawn from; zero off the candidates.
@@ -60,10 +61,12 @@ def accept_sampled(
     Returns:
         number of accepted drafts int64 [R], following token int64 [R].
     """
-    _, num_rows, vocab_size = probs.shape
+    num_rows = block_rows.shape[1]
     if num_rows == 1:  # nothing drafted
-        return torch.zeros_like(verify_lens), sample_categorical(probs[:, 0], final_uniforms[:, 0])
-    p_draft = probs[:, :-1].gather(2, drafts[..., None]).squeeze(2)
+        return torch.zeros_like(verify_lens), sample_categorical(
+            probs[block_rows[:, 0]], final_uniforms[:, 0]
+        )
+    p_draft = probs[block_rows[:, :-1], drafts]
     if candidate_ids is None:
         q_draft = candidate_probs.gather(2, drafts[..., None]).squeeze(2)
     else:
@@ -71,7 +74,7 @@ def accept_sampled(
     num_accepted = _accepted_prefix(accept_uniforms * q_draft < p_draft, verify_lens)
 
     row = num_accepted[:, None]
-    weights = probs.gather(1, row[..., None].expand(-1, 1, vocab_size)).squeeze(1)
+    weights = probs[block_rows.gather(1, row).squeeze(1)]
     rejected = num_accepted < verify_lens - 1
     # Rows past the last draft have no q; clamp the index and mask.
     draft_row = num_accepted.clamp(max=num_rows - 2)[:, None, None].expand(-1, 1, candidate_probs.shape[2])

@@ -58,5 +58,6 @@ def pack(
             page_table=request_rows.page_table[rows],
             page_size=request_rows.page_size,
         ),
+        requests=request,
         block_rows=qo_indptr[:-1, None] + torch.minimum(block_row, verify_lens[:, None] - 1),
     )

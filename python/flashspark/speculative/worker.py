@@ -62,8 +62,9 @@ class SpeculativeWorker:
     def decode(self, batch: StepBatch) -> Accepted:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         rows, request_rows = batch.rows, self.runner.request_rows
-        step = self.sampling.begin_step(rows, batch.row_list, self.width)
         members = self._who_drafts(batch)
+        gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
+        step = self.sampling.begin_step(rows, batch.row_list, gamma + 1)
         draft = self._draft(batch, step, members)
         verify_lens, layout = self._lay_out(batch, draft, members)
         logits = self.runner.verify(layout.input_ids, layout.queries)
@@ -117,9 +118,9 @@ class SpeculativeWorker:
     def _draft(self, batch: StepBatch, step: StepSampling, members: list[int]) -> DraftBlock:
         """Drafts for `members`; the others get an empty block."""
         num_reqs, device = len(batch.row_list), batch.rows.device
-        uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         if self.drafter is None or not members:
-            return _empty_block(num_reqs, self.gamma, 1, device, dense=False)
+            return _empty_block(num_reqs, 0, 1, device, dense=False)
+        uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         with_signal = self.adaptive is not None
         if len(members) == num_reqs:
             return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms, with_signal)
