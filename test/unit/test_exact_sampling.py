@@ -168,8 +168,8 @@ def test_negative_control_without_the_residual(folders, exact, monkeypatch):
     """Drawing from p after a rejection, instead of from max(p - q, 0), must be noticed."""
 
     def biased(probs, drafts, ids, q, lens, accept_u, final_u):
-        count, _ = accept_sampled(probs, drafts, ids, q, lens, accept_u, final_u)
-        _, token = accept_sampled(probs, drafts, ids, q, count + 1, accept_u, final_u)
+        count, _, _ = accept_sampled(probs, drafts, ids, q, lens, accept_u, final_u)
+        _, token, _ = accept_sampled(probs, drafts, ids, q, count + 1, accept_u, final_u)
         return count, token
 
     monkeypatch.setattr(accept_stage, "accept_sampled", biased)

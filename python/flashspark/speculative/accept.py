@@ -40,7 +40,7 @@ def accept(
         best = adjusted_logits.max(-1)
         target_ids[chosen] = best.indices
         is_finite[chosen] &= best.values.isfinite().all(1)
-    num_accepted, following = accept_greedy(target_ids, drafts, verify_lens)
+    num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:
         assert step.uniforms is not None
@@ -49,7 +49,7 @@ def accept(
         if adjusted_logits is not None:
             places, sources = step.adjusted_among_sampled
             chosen_logits[places] = adjusted_logits[sources]
-        num_accepted[chosen], following[chosen] = accept_sampled(
+        num_accepted[chosen], following[chosen], num_matched[chosen] = accept_sampled(
             sampling.probs(rows[chosen], chosen_logits, step.truncates),
             drafts[chosen],
             None if draft.candidate_ids is None else draft.candidate_ids[chosen],
@@ -61,4 +61,12 @@ def accept(
 
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
-    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0], is_finite=is_finite)
+    return Accepted(
+        tokens=tokens,
+        num_tokens=num_accepted + 1,
+        verify_lens=verify_lens,
+        num_rows_run=logits.shape[0],
+        is_finite=is_finite,
+        num_matched=num_matched,
+        drafts=drafts,
+    )
