@@ -98,6 +98,9 @@ class SpeculativeStats(msgspec.Struct, frozen=True):
     accept_histogram: list[int] = []  # steps by number of accepted drafts, index 0 … gamma
     # Steps by verify length, anchor included, index 0 … gamma + 1; empty where verification is static.
     verify_histogram: list[int] = []
+    # Output tokens that the same verify steps would have given without cutoffs, for the mode that caps after a full
+    # verify; None where that is not known.
+    num_uncapped_tokens: int | None = None
 
 
 class RequestOutput(msgspec.Struct, frozen=True, tag=True):

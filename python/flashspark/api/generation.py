@@ -249,6 +249,8 @@ def spec_details(choice: Choice) -> dict[str, Any]:
         num_rows = sum(length * count for length, count in enumerate(stats.verify_histogram))
         details["spec_cap_length"] = num_rows / stats.num_verify_steps
         details["spec_cap_lens_histogram"] = stats.verify_histogram
+    if stats.num_uncapped_tokens is not None:  # in cap-accept alone
+        details["spec_block_accept_length"] = stats.num_uncapped_tokens / stats.num_verify_steps
     return details
 
 

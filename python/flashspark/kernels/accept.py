@@ -12,13 +12,13 @@ from torch import Tensor
 from .target_probs import sample_categorical
 
 
-def _accepted_prefix(matches: Tensor, verify_lens: Tensor) -> Tensor:
-    """`matches` bool [R, gamma], `verify_lens` [R] -> number of leading matches below the cutoff, int64 [R]."""
-    position = torch.arange(matches.shape[1], device=matches.device)
-    return (matches & (position < (verify_lens - 1)[:, None])).to(torch.int64).cumprod(1).sum(1)
+def _accepted_prefix(matches: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """`matches` bool [R, gamma], `verify_lens` [R] -> leading matches below the cutoff, and all, int64 [R] each."""
+    num_matched = matches.to(torch.int64).cumprod(1).sum(1)
+    return torch.minimum(num_matched, verify_lens - 1), num_matched
 
 
-def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tensor]:
+def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Longest drafted prefix that equals the target's argmax; then the argmax of the row after it.
 
     Args:
@@ -27,10 +27,11 @@ def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tu
         verify_lens: int64 [R], 1 … gamma + 1.
 
     Returns:
-        number of accepted drafts int64 [R], following token int64 [R].
+        number of accepted drafts int64 [R], following token int64 [R], and how many drafts would have been accepted
+        without the cutoff int64 [R], which means something as far as the rows past it do.
     """
-    num_accepted = _accepted_prefix(target_ids[:, :-1] == drafts, verify_lens)
-    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1)
+    num_accepted, num_matched = _accepted_prefix(target_ids[:, :-1] == drafts, verify_lens)
+    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1), num_matched
 
 
 def accept_sampled(
@@ -42,7 +43,7 @@ def accept_sampled(
     verify_lens: Tensor,
     accept_uniforms: Tensor,
     final_uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Speculative sampling (Leviathan et al. 2023) with drafts drawn from sparse or dense distributions.
 
     Draft d of row i is kept iff u * q_i(d) < p_i(d). At the first rejection the following token is drawn from
@@ -59,19 +60,18 @@ def accept_sampled(
         final_uniforms: float64 [R, gamma + 1]; only the entry of the row after the accepted prefix is used.
 
     Returns:
-        number of accepted drafts int64 [R], following token int64 [R].
+        number of accepted drafts, following token, accepted drafts without the cutoff: as `accept_greedy`.
     """
     num_rows = block_rows.shape[1]
     if num_rows == 1:  # nothing drafted
-        return torch.zeros_like(verify_lens), sample_categorical(
-            probs[block_rows[:, 0]], final_uniforms[:, 0]
-        )
+        none = torch.zeros_like(verify_lens)
+        return none, sample_categorical(probs[block_rows[:, 0]], final_uniforms[:, 0]), none
     p_draft = probs[block_rows[:, :-1], drafts]
     if candidate_ids is None:
         q_draft = candidate_probs.gather(2, drafts[..., None]).squeeze(2)
     else:
         q_draft = (candidate_probs * (candidate_ids == drafts[..., None])).sum(2)
-    num_accepted = _accepted_prefix(accept_uniforms * q_draft < p_draft, verify_lens)
+    num_accepted, num_matched = _accepted_prefix(accept_uniforms * q_draft < p_draft, verify_lens)
 
     row = num_accepted[:, None]
     weights = probs[block_rows.gather(1, row).squeeze(1)]
@@ -86,4 +86,4 @@ def accept_sampled(
     # p = q up to rounding leaves no residual mass, though a rejection was drawn: p is then the right fallback.
     has_mass = residual.sum(1, keepdim=True) > 0
     weights = torch.where(has_mass, residual, weights)
-    return num_accepted, sample_categorical(weights, final_uniforms.gather(1, row).squeeze(1))
+    return num_accepted, sample_categorical(weights, final_uniforms.gather(1, row).squeeze(1)), num_matched

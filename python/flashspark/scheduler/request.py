@@ -70,6 +70,9 @@ class Request:
     num_drafted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    num_uncapped_tokens: int | None = (
+        None  # what it would have got without cutoffs; None where that is not known
+    )
     num_steps_without_draft: int = 0  # drafted steps in a row that verified the anchor alone
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
@@ -131,11 +134,12 @@ class Request:
         )
 
     def append_step(
-        self, tokens: list[int], verify_len: int, num_drafted: int
+        self, tokens: list[int], verify_len: int, num_drafted: int, num_uncapped: int | None = None
     ) -> tuple[list[int], FinishReason | None]:
         """Takes what a verify step committed, cut at the first stop. Returns what was kept and the reason if any.
 
-        `verify_len` of its rows were verified, anchor included, of `num_drafted` drafts that were proposed.
+        `verify_len` of its rows were verified, anchor included, of `num_drafted` drafts that were proposed;
+        `num_uncapped` drafts would have been accepted without the cutoff, None where that is not known.
         """
         self.num_drafted += num_drafted
         self.num_verified += verify_len - 1
@@ -156,6 +160,9 @@ class Request:
         self.num_accepted += num_accepted
         self.num_verify_steps += 1
         self.accept_histogram[num_accepted] += 1
+        if num_uncapped is not None:  # a request that ended here would have ended here without the cutoff too
+            num_tokens = len(kept) if finish is not None else num_uncapped + 1
+            self.num_uncapped_tokens = (self.num_uncapped_tokens or 0) + num_tokens
         return kept, finish
 
     def statistics(self) -> SpeculativeStats:
@@ -167,4 +174,5 @@ class Request:
             num_accepted=self.num_accepted,
             accept_histogram=list(self.accept_histogram),
             verify_histogram=list(self.verify_histogram),
+            num_uncapped_tokens=self.num_uncapped_tokens,
         )

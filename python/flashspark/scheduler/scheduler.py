@@ -17,13 +17,14 @@ from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
-from flashspark.speculative.types import StepBatch
+from flashspark.speculative.types import Accepted, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .live_settings import LiveSettings, Value
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
+from .request_record import RequestRecord, request_records
 from .residency import Residency
 from .step_record import StepRecord, decode_log_line, plan_log_line
 
@@ -253,8 +254,9 @@ class Scheduler:
         cap_list = [request.verify_cap for request in running]
         rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
         plan = self._plan(running, row_list, cap_list)
+        batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan)
         started = time.perf_counter()
-        accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan))
+        accepted = self._worker.decode(batch)
         tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
         lens = accepted.verify_lens.tolist()
         seconds = time.perf_counter() - started
@@ -262,7 +264,8 @@ class Scheduler:
             self._worker.adaptive.planner.observe_step(plan, seconds)
             self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
             self.totals["draft_free_steps"] += not plan.draft
-        num_output_tokens = 0
+        num_uncapped = self._num_uncapped(accepted, batch)
+        num_kept = [-1] * len(running)
         drafts = plan is None or plan.draft
         is_finite = accepted.is_finite.tolist()
         for i, request in enumerate(running):
@@ -271,16 +274,22 @@ class Scheduler:
                 self._end(request, [], _NOT_FINITE)
                 continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
-            kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
-            num_output_tokens += len(kept)
+            kept, finish = request.append_step(
+                tokens[i][: num_tokens[i]], lens[i], num_drafted, num_uncapped[i] if num_uncapped else None
+            )
+            num_kept[i] = len(kept)
+            self.totals["verify_tokens"] += lens[i]
             self.totals["verify_steps"] += 1
             if finish is None:
                 self._send(self._output(request, kept))
             else:
                 self.totals["finished"] += 1
                 self._end(request, kept, finish)
+        num_output_tokens = sum(kept for kept in num_kept if kept > 0)
         self.totals["output_tokens"] += num_output_tokens
-        self.totals["verify_tokens"] += sum(lens)
+        reqs: Sequence[RequestRecord] = ()
+        if self._feed is not None and self._feed.keeps_requests:
+            reqs = request_records(running, batch, accepted, num_kept, num_uncapped)
         return StepRecord(
             num_reqs=len(running),
             num_verify_tokens=sum(lens),
@@ -288,7 +297,18 @@ class Scheduler:
             num_output_tokens=num_output_tokens,
             decode_ms=seconds * 1e3,
             plan=plan,
+            reqs=reqs,
         )
+
+    def _num_uncapped(self, accepted: Accepted, batch: StepBatch) -> list[int] | None:
+        """Drafts each request would have accepted without a cutoff; None where their rows were not computed."""
+        adaptive = self._worker.adaptive
+        if adaptive is None or adaptive.mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
+            return None
+        if batch.plan is not None and not batch.plan.draft:
+            return [0] * len(batch.cap_list)
+        pairs = zip(accepted.num_matched.tolist(), batch.cap_list, strict=True)
+        return [min(num_matched, cap - 1) for num_matched, cap in pairs]
 
     def _plan(self, running: list[Request], row_list: list[int], cap_list: list[int]) -> Plan | None:
         """How much of each block to verify; None in static mode, where that is not a question."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from flashspark.speculative.planner import Plan
 
+from .request_record import RequestRecord
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -22,6 +24,7 @@ class StepRecord:
     step_ms: float = 0.0
     decode_ms: float = 0.0  # of it, from the plan to the tokens on the host
     plan: Plan | None = None  # None in static mode, and where nothing decoded
+    reqs: Sequence[RequestRecord] = ()  # where records of requests are kept
 
 
 def decode_log_line(

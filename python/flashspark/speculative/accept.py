@@ -40,13 +40,13 @@ def accept(
         best = adjusted_logits.max(-1)
         target_ids[chosen] = best.indices
         is_finite[chosen] &= best.values.isfinite().all(1)
-    num_accepted, following = accept_greedy(target_ids, drafts, verify_lens)
+    num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:
         assert step.uniforms is not None
         chosen = step.sampled
         probs, block_rows = _target_probs(logits, layout, rows, adjusted_logits, sampling, step)
-        num_accepted[chosen], following[chosen] = accept_sampled(
+        num_accepted[chosen], following[chosen], num_matched[chosen] = accept_sampled(
             probs,
             block_rows,
             drafts[chosen],
@@ -59,7 +59,15 @@ def accept(
 
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
-    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0], is_finite=is_finite)
+    return Accepted(
+        tokens=tokens,
+        num_tokens=num_accepted + 1,
+        verify_lens=verify_lens,
+        num_rows_run=logits.shape[0],
+        is_finite=is_finite,
+        num_matched=num_matched,
+        drafts=drafts,
+    )
 
 
 def _target_probs(

@@ -64,3 +64,9 @@ class Accepted:
     is_finite: (
         Tensor  # bool [R]; False: the target gave no number to choose by, and nothing of the row can be used
     )
+    # What only records look at.
+    num_matched: (
+        Tensor  # int64 [R], drafts that would have been accepted without a cutoff, junk past the rows run
+    )
+    drafts: Tensor  # int64 [R, gamma]; zeros where nothing was drafted
+    confidence: Tensor | None = None  # float32 [R, gamma] of the drafts; None where nobody asked for it

@@ -66,14 +66,14 @@ class SpeculativeWorker:
         gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
         step = self.sampling.begin_step(rows, batch.row_list, gamma + 1)
         draft = self._draft(batch, step, members)
-        verify_lens, layout = self._lay_out(batch, draft, members)
+        confidence = self._publish(batch, draft, members) if batch.plan is not None and members else None
+        verify_lens, layout = self._lay_out(batch, draft, confidence)
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
         # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
         cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
         accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step)
-        if not self.accepts_drafts:
-            accepted = replace(accepted, verify_lens=verify_lens)
+        accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
         if self.adaptive is not None and members:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
         self._commit(rows, step, accepted)
@@ -86,14 +86,13 @@ class SpeculativeWorker:
         return [i for i, cap in enumerate(batch.cap_list) if cap > 1]
 
     def _lay_out(
-        self, batch: StepBatch, draft: DraftBlock, members: list[int]
+        self, batch: StepBatch, draft: DraftBlock, confidence: Tensor | None
     ) -> tuple[Tensor, RaggedLayout]:
         """Verify lengths and the packed rows. What may be accepted and what is computed differ in cap-accept."""
         request_rows, rows, plan = self.runner.request_rows, batch.rows, batch.plan
         if plan is None or self.adaptive is None:
             caps = batch.verify_caps
             return caps, pack(request_rows, rows, draft.tokens, caps, sum(batch.cap_list))
-        confidence = self._publish(batch, draft, members) if members else None
         lens = self.adaptive.verify_lens(plan, confidence)
         if self.adaptive.mode is VerifyMode.COMPACT:
             num_rows = plan.verify.num_tokens_run
