@@ -73,17 +73,45 @@ def test_dense_q_equals_the_sparse_one(seed):
         assert torch.equal(a, b)
 
 
-def test_rows_past_the_cutoff_do_not_matter():
-    probs, drafts, ids, q, verify_lens, accept_u, final_u = random_case(3, 64)
-    before = accept_aligned(probs, drafts, ids, q, verify_lens, accept_u, final_u)
-    poisoned = probs.clone(), drafts.clone(), q.clone()
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), dense=st.booleans())
+def test_what_lies_past_the_cutoff_does_not_matter(seed, dense):
+    """NaN rows and q, and other drafts: the answer is the same."""
+    probs, drafts, ids, q, verify_lens, *uniforms = random_case(seed, 32)
+    candidates = None if dense else ids
+    if dense:
+        q = torch.zeros(*drafts.shape, VOCAB).scatter_(2, ids, q)
+    before = accept_aligned(probs, drafts, candidates, q, verify_lens, *uniforms)
+    position = torch.arange(GAMMA + 1)
+    past = position >= verify_lens[:, None]
+    probs[past] = float("nan")
+    q[past[:, 1:]] = float("nan")
+    drafts[past[:, 1:]] = 0
+    after = accept_aligned(probs, drafts, candidates, q, verify_lens, *uniforms)
+    assert all(torch.equal(x, y) for x, y in zip(before[:2], after[:2], strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6))
+def test_greedy_cuts_the_longest_match_and_reads_the_row_after_it(seed):
+    g = torch.Generator().manual_seed(seed)
+    target, drafts = (
+        torch.randint(3, (16, GAMMA + 1), generator=g),
+        torch.randint(3, (16, GAMMA), generator=g),
+    )
+    verify_lens = torch.randint(1, GAMMA + 2, (16,), generator=g)
+    count, token, matched = accept_greedy(target, drafts, verify_lens)
+    whole, _, _ = accept_greedy(target, drafts, torch.full((16,), GAMMA + 1))
     for r, length in enumerate(verify_lens.tolist()):
-        poisoned[0][r, length:] = 123.0
-        poisoned[1][r, length - 1 :] = 0
-        poisoned[2][r, length - 1 :] = 7.0
-    after = accept_aligned(poisoned[0], poisoned[1], ids, poisoned[2], verify_lens, accept_u, final_u)
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
+        raw = next((k for k in range(GAMMA) if target[r, k] != drafts[r, k]), GAMMA)
+        assert whole[r] == matched[r] == raw
+        assert count[r] == min(raw, length - 1)
+        assert token[r] == target[r, count[r]]
+    past = torch.arange(GAMMA + 1) >= verify_lens[:, None]
+    target[past], drafts[past[:, 1:]] = -7, -7  # they even match
+    again = accept_greedy(target, drafts, verify_lens)
+    assert torch.equal(again[0], count)
+    assert torch.equal(again[1], token)
 
 
 @settings(deadline=None, max_examples=30)

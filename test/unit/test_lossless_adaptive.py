@@ -6,14 +6,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flashspark.scheduler.step_record import StepRecord
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import SpsCostTable
 from flashspark.speculative.tiers import TierGrid, TierRule
 from harness import Harness, Job
+from tiny_models import VOCAB_SIZE, write_dspark
+from unit.test_lossless_dspark import followers, learn_by_heart
 from unit.test_lossless_tiny import assert_same, folders, plain, prompts  # noqa: F401 - fixtures
 
 WIDTH = 6
 MODES = [VerifyMode.CAP_ACCEPT, VerifyMode.COMPACT]
+DRAFTS = ["dflash2", "dspark"]
 # A step costs 4 rows and its own: trimming pays as soon as survival is low.
 LINEAR = SpsCostTable(tuple(range(1, 400)), tuple(1000.0 / (4 + n) for n in range(1, 400)), 400)
 
@@ -22,34 +26,73 @@ def grid(max_reqs: int) -> TierGrid:
     return TierGrid(TierRule(WIDTH, max_reqs, finest_tokens=4))
 
 
+@pytest.fixture(scope="module")
+def drafts(folders, plain, tmp_path_factory):  # noqa: F811
+    """A random DFlash2, and a DSpark whose head knows much of the plain outputs by heart."""
+    folder = write_dspark(tmp_path_factory.mktemp("dspark"), folders["target"], markov_rank=VOCAB_SIZE)
+    learn_by_heart(folder / "model.safetensors", "vanilla", followers(plain[1]))
+    return {"dflash2": folders["dflash2"], "dspark": folder}
+
+
+def make(folders, draft, mode, table=None, **settings) -> Harness:  # noqa: F811
+    """48 rows and a pool that 32 requests outgrow; an estimator that is ready from the start."""
+    harness = Harness(folders["target"], draft, max_total_tokens=1296)
+    adaptive = harness.make_adaptive(mode, table, grid(48), min_gain=0.0, draft_free=None, **settings)
+    adaptive.source.num_refits = 100
+    return harness
+
+
+def one_to_32() -> list[Job]:
+    """Requests that come eight at a time until 32 and more run, three aborted on the way; the last are alone."""
+    short = [prompts(12)[i] for i in (0, 11, 6, 1, 7, 2)]
+    jobs = [Job(short[i % 6], 40 - i // 2, arrive=(i + 7) // 8) for i in range(36)]
+    for i in (1, 12, 23):
+        jobs[i].abort = jobs[i].arrive + 7
+    return jobs
+
+
+def check_schedule(harness: Harness) -> list[StepRecord]:
+    """Batches of all sizes, retractions and aborts did occur. Returns the decode steps."""
+    records = [record for record in harness.scheduler.records if record.num_reqs]
+    sizes = {record.num_reqs for record in records}
+    assert min(sizes) == 1 and max(sizes) >= 32 and len(sizes) >= 12, sorted(sizes)
+    assert harness.scheduler.residency.num_retractions > 0
+    assert harness.scheduler.totals["aborted_mid_block"] == 3
+    return records
+
+
 @pytest.mark.parametrize("fraction", [0.05, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_pinned(folders, plain, mode, fraction):  # noqa: F811
-    harness = Harness(folders["target"], folders["dflash2"])
-    harness.make_adaptive(mode, grid=grid(48)).planner.pin(fraction)
-    jobs = [Job(p, 40) for p in prompts(12)]
-    results = harness.run(jobs)
-    assert_same(plain, jobs, results)
-    first = harness.scheduler.records[0]
-    assert first.plan.verify.budget == int(fraction * 12 * (WIDTH - 1))
-    assert first.num_verify_tokens == 12 + first.plan.verify.budget
-    rows_run = 12 * WIDTH if mode is VerifyMode.CAP_ACCEPT else first.plan.verify.num_tokens_run
-    assert first.num_rows_run == rows_run
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_pinned(folders, drafts, plain, draft, mode, fraction):  # noqa: F811
+    harness = make(folders, drafts[draft], mode)
+    harness._worker.adaptive.planner.pin(fraction)
+    jobs = one_to_32()
+    assert_same(plain, jobs, harness.run(jobs))
+    for record in check_schedule(harness):
+        n, verify = record.num_reqs, record.plan.verify
+        room = int((record.plan.caps - record.plan.floors).sum())
+        assert verify.budget == min(int(fraction * n * (WIDTH - 1)), room)
+        assert record.num_verify_tokens == n + verify.budget
+        if mode is VerifyMode.CAP_ACCEPT:
+            assert record.num_rows_run == int(record.plan.caps.sum())
+        else:
+            assert record.num_rows_run == verify.tier.num_tokens
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_planned(folders, plain, mode):  # noqa: F811
-    """A ready estimator and a table: most steps are trimmed, the output is the same."""
-    harness = Harness(folders["target"], folders["dflash2"], max_total_tokens=512)
-    adaptive = harness.make_adaptive(mode, LINEAR, grid(48), min_gain=0.0, draft_free=None)
-    adaptive.source.num_refits = 100
-    jobs = [Job(p, 40, arrive=i) for i, p in enumerate(prompts(12))]
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_planned(folders, drafts, plain, draft, mode):  # noqa: F811
+    """Confidence and a table: most steps are trimmed, the output is the same."""
+    harness = make(folders, drafts[draft], mode, LINEAR)
+    jobs = one_to_32()
     assert_same(plain, jobs, harness.run(jobs))
-    decoded = [r for r in harness.scheduler.records if r.num_reqs]
-    trimmed = [r for r in decoded if not r.plan.verify.full]
-    assert len(trimmed) >= 0.2 * len(decoded)
-    assert all(r.num_verify_tokens < r.num_reqs * WIDTH for r in trimmed)
-    assert harness.scheduler.residency.num_retractions > 0
+    records = check_schedule(harness)
+    trimmed = [record for record in records if not record.plan.verify.full]
+    assert len(trimmed) >= 0.2 * len(records)
+    assert all(record.num_verify_tokens < int(record.plan.caps.sum()) for record in trimmed)
+    num_verified = sum(record.num_verify_tokens for record in records)
+    assert num_verified < WIDTH * sum(record.num_reqs for record in records)
 
 
 def test_cap_accept_at_full_budget_is_static(folders):  # noqa: F811
@@ -77,10 +120,10 @@ def test_a_seeded_request_is_never_trimmed(folders):  # noqa: F811
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_schedule(folders, plain, data):  # noqa: F811
+def test_any_schedule(folders, drafts, plain, data):  # noqa: F811
     harness = Harness(
         folders["target"],
-        folders["dflash2"],
+        drafts[data.draw(st.sampled_from(DRAFTS))],
         max_total_tokens=data.draw(st.integers(8, 40)) * 16,
         max_running_requests=data.draw(st.integers(1, 8)),
     )

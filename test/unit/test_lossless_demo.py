@@ -14,6 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flashspark.demo import DEMO_MODELS, DEMO_PROMPTS
+from flashspark.speculative.adaptive import VerifyMode
+from flashspark.speculative.cost_table import SpsCostTable
+from flashspark.speculative.tiers import TierGrid, TierRule
 from flashspark.text.tokenizer import TextTokenizer
 from harness import Harness, Job, Result, count_excused
 
@@ -61,7 +64,15 @@ def drafts(tmp_path_factory) -> dict[str, Path | None]:
     tensors = load_file(shipped / "model.safetensors")
     kept = {k: v for k, v in tensors.items() if "_conv." not in k and "candidate_selector" not in k}
     save_file(kept, v1 / "model.safetensors", metadata={"format": "pt"})
-    return {"plain": None, "dflash2": shipped, "dflash": v1, "oracle": shipped, "anti-oracle": shipped}
+    dspark = DEMO_MODELS["demo-dspark"]
+    return {
+        "plain": None,
+        "dflash2": shipped,
+        "dspark": dspark,
+        "dflash": v1,
+        "oracle": shipped,
+        "anti-oracle": shipped,
+    }
 
 
 class Plain:
@@ -123,6 +134,25 @@ def nonzero(histogram: list[int]) -> list[int]:
     return [i for i, count in enumerate(histogram) if count]
 
 
+def staggered(prompts: list[list[int]], length: int) -> list[Job]:
+    """Arrivals spread out, every eighth request aborted while it decodes."""
+    rng = random.Random(5)
+    jobs = [Job(p, length, arrive=rng.randrange(length // 2)) for p in prompts]
+    for job in jobs[::8]:  # early ones, so that they decode when they are aborted
+        job.arrive, job.abort = 0, rng.randrange(4, 12)
+    return jobs
+
+
+def check_staggered(harness: Harness, jobs: list[Job]) -> None:
+    """Retractions, aborts and batches of many sizes did occur."""
+    state = harness.scheduler.state()
+    assert state["num_retractions"] > 0
+    assert state["aborted_mid_block"] > 0
+    assert state["finished"] + state["aborted"] == len(jobs)
+    seen = {record.num_reqs for record in harness.scheduler.records}
+    assert 1 in seen and len(seen) >= 10
+
+
 SLOW = pytest.mark.full
 
 
@@ -166,17 +196,66 @@ def test_alone(kind, drafts, prompts, plain):
 )
 def test_staggered_with_aborts_and_a_small_pool(kind, length, drafts, prompts, plain):
     """Arrivals spread out, every eighth request aborted while it decodes, a pool that forces retraction."""
-    rng = random.Random(5)
     pool = 2048 if length == SHORT else 4096
     harness = make(kind, drafts, prompts, plain, length, max_running_requests=32, max_total_tokens=pool)
-    jobs = [Job(p, length, arrive=rng.randrange(length // 2)) for p in prompts]
-    for job in jobs[::8]:  # early ones, so that they decode when they are aborted
-        job.arrive, job.abort = 0, rng.randrange(4, 12)
+    jobs = staggered(prompts, length)
     results = harness.run(jobs)
     check(plain, jobs, results)
-    state = harness.scheduler.state()
-    assert state["num_retractions"] > 0
-    assert state["aborted_mid_block"] > 0
-    assert state["finished"] + state["aborted"] == len(jobs)
-    seen = {record.num_reqs for record in harness.scheduler.records}
-    assert 1 in seen and len(seen) >= 10  # batches of many sizes
+    check_staggered(harness, jobs)
+
+
+# A step costs 8 rows and its own: trimming pays as soon as survival is low.
+COSTS = SpsCostTable(tuple(range(1, 257)), tuple(1000.0 / (8 + n) for n in range(1, 257)), 256)
+
+
+def run_adaptive(kind, mode, fraction, jobs: list[Job], drafts, pool: int) -> tuple[Harness, list[Result]]:
+    """Plays the jobs with budgets pinned to `fraction`, or planned; an estimator may trim from the start."""
+    harness = Harness("demo", drafts[kind], max_running_requests=32, max_total_tokens=pool)
+    grid = TierGrid(TierRule(WIDTH, 32, finest_tokens=4))
+    adaptive = harness.make_adaptive(mode, COSTS, grid, draft_free=None)
+    adaptive.planner.pin(fraction)
+    adaptive.source.num_refits = 100
+    return harness, harness.run(jobs)
+
+
+def check_trimming(harness: Harness) -> None:
+    """Trimming was no exception, and drafts were accepted all the same."""
+    records = [record for record in harness.scheduler.records if record.num_reqs]
+    trimmed = [record for record in records if not record.plan.verify.full]
+    assert len(trimmed) >= 0.2 * len(records)
+    num_blocks = sum(record.num_reqs for record in records)
+    mean_length = sum(record.num_verify_tokens for record in records) / num_blocks
+    accepted = sum(record.num_output_tokens for record in records) / num_blocks
+    print(
+        f"{len(trimmed)} of {len(records)} steps trimmed, mean length {mean_length:.2f}, kept {accepted:.2f}"
+    )
+    assert 1.5 < accepted < mean_length < WIDTH
+
+
+ADAPTIVE_MODES = pytest.mark.parametrize(
+    "mode", [VerifyMode.CAP_ACCEPT, VerifyMode.COMPACT], ids=lambda mode: mode.value
+)
+
+
+@ADAPTIVE_MODES
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_planned(kind, mode, drafts, prompts, plain):
+    jobs = [Job(p, SHORT, arrive=i) for i, p in enumerate(prompts[:16])]
+    harness, results = run_adaptive(kind, mode, None, jobs, drafts, pool=4096)
+    check(plain, jobs, results)
+    check_trimming(harness)
+
+
+@pytest.mark.full
+@ADAPTIVE_MODES
+@pytest.mark.parametrize("fraction", [None, 0.05, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_adaptive_with_arrivals_aborts_and_a_small_pool(kind, mode, fraction, drafts, prompts, plain):
+    length = NUM_TOKENS if fraction is None else SHORT
+    jobs = staggered(prompts, length)
+    pool = 2048 if length == SHORT else 4096
+    harness, results = run_adaptive(kind, mode, fraction, jobs, drafts, pool)
+    check(plain, jobs, results)
+    check_staggered(harness, jobs)
+    if fraction is None:
+        check_trimming(harness)

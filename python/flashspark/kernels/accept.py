@@ -1,7 +1,13 @@
 """Cutoff accept: how much of each drafted prefix the target keeps, and the token that follows it.
 
+<<<<<<< HEAD
 Target row i of a request is its distribution after the anchor and i drafts. A request whose verify length is L has
 rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Drafts and rows past the cutoff may be anything.
+=======
+Rows are block-aligned: target row i of a request is its distribution after the anchor and i drafts. A request
+whose verify length is L has rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Rows and q
+past the cutoff may hold anything, NaN included, and drafts there any token.
+>>>>>>> invariants
 """
 
 from __future__ import annotations
@@ -78,7 +84,7 @@ def accept_sampled(
     rejected = num_accepted < verify_lens - 1
     # Rows past the last draft have no q; clamp the index and mask.
     draft_row = num_accepted.clamp(max=num_rows - 2)[:, None, None].expand(-1, 1, candidate_probs.shape[2])
-    q = candidate_probs.gather(1, draft_row).squeeze(1) * rejected[:, None]
+    q = torch.where(rejected[:, None], candidate_probs.gather(1, draft_row).squeeze(1), 0.0)
     if candidate_ids is None:
         residual = (weights - q).clamp_(min=0.0)
     else:

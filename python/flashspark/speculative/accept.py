@@ -30,7 +30,9 @@ def accept(
     drafts = draft.tokens
     best = logits.max(-1)
     target_ids = best.indices[layout.block_rows]
-    is_finite = best.values.isfinite()[layout.block_rows].all(1)  # the maximum of a row with a NaN is NaN
+    # Rows past the cutoff, which cap-accept computes too, may be anything. The maximum of a row with a NaN is NaN.
+    is_cut = torch.arange(drafts.shape[1] + 1, device=drafts.device) >= verify_lens[:, None]
+    is_finite = (best.values.isfinite()[layout.block_rows] | is_cut).all(1)
     adjusted_logits: Tensor | None = None
     if step.adjusted is not None:
         chosen = step.adjusted
@@ -39,7 +41,7 @@ def accept(
         )
         best = adjusted_logits.max(-1)
         target_ids[chosen] = best.indices
-        is_finite[chosen] &= best.values.isfinite().all(1)
+        is_finite[chosen] &= (best.values.isfinite() | is_cut[chosen]).all(1)
     num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:

@@ -206,9 +206,10 @@ class SamplingRows:
         self._steps[rows] += 1
         if step.adjusted is None:
             return
-        kept = torch.arange(tokens.shape[1], device=self._device) < num_tokens[:, None]
-        for row, index in zip(step.adjusted_rows, step.adjusted.unbind(), strict=True):
-            self._adjustments[row].output_counts.scatter_add_(0, tokens[index], kept[index].to(torch.int32))
+        kept = torch.arange(tokens.shape[1], device=self._device) < num_tokens[step.adjusted, None]
+        counted = (tokens[step.adjusted], kept.to(torch.int32))
+        for row, ids, ones in zip(step.adjusted_rows, *counted, strict=True):
+            self._adjustments[row].output_counts.scatter_add_(0, ids, ones)
 
     def _make_adjustment(
         self, params: RowSampling, prompt_ids: Sequence[int], output_ids: Sequence[int]

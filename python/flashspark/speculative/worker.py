@@ -91,17 +91,24 @@ class SpeculativeWorker:
         """Verify lengths and the packed rows. What may be accepted and what is computed differ in cap-accept."""
         request_rows, rows, plan = self.runner.request_rows, batch.rows, batch.plan
         if plan is None or self.adaptive is None:
-            caps = batch.verify_caps
-            return caps, pack(request_rows, rows, draft.tokens, caps, sum(batch.cap_list))
+            return batch.verify_caps, self._pack_caps(batch, draft)
         lens = self.adaptive.verify_lens(plan, confidence)
         if self.adaptive.mode is VerifyMode.COMPACT:
             num_rows = plan.verify.num_tokens_run
             padded = not plan.verify.full or num_rows > plan.verify.num_tokens
-            return lens, pack(request_rows, rows, draft.tokens, lens, num_rows, padded)
+            full = plan.verify.num_tokens == len(batch.row_list) * self.width
+            return lens, pack(request_rows, rows, draft.tokens, lens, num_rows, padded, full)
         if not plan.draft:
             return lens, pack(request_rows, rows, draft.tokens, lens, plan.verify.num_tokens)
-        caps = batch.verify_caps
-        return lens, pack(request_rows, rows, draft.tokens, caps, sum(batch.cap_list))
+        return lens, self._pack_caps(batch, draft)
+
+    def _pack_caps(self, batch: StepBatch, draft: DraftBlock) -> RaggedLayout:
+        """All that the caps allow, whatever of it may be accepted."""
+        num_rows = sum(batch.cap_list)
+        full = num_rows == len(batch.row_list) * self.width
+        return pack(
+            self.runner.request_rows, batch.rows, draft.tokens, batch.verify_caps, num_rows, full=full
+        )
 
     def _publish(self, batch: StepBatch, draft: DraftBlock, members: list[int]) -> Tensor:
         """Confidence [R, gamma] of the step's drafts, on its way to later plans; 0 where nothing was drafted."""
