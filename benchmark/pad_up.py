@@ -9,7 +9,8 @@
    the estimator is warm. A request ends at a stop token, at 200 tokens, or in a loop.
 2. Step times. Every tier of these batch sizes is timed with real steps of synthetic requests, in interleaved rounds.
    Medians of the odd rounds make the tables, medians of the even rounds are what a step is charged: no rule is judged
-   by the very samples that it was shown.
+   by the very samples that it was shown. Where more rows seem to take less time, neighbours share their mean, as in
+   the profiler's fit.
 3. Replay. At each recorded step the planner chooses a budget by either rule, from the same 1-D table, which has few
    probes. `floor` looks up the largest probe up to the rows that it wants, and knows no tiers; `pad-up` looks up the
    smallest probe from the tier up. Either is then charged the measured time of the tier that really runs, and
@@ -51,6 +52,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 
 from demo_pair.decode import loop_end  # noqa: E402
 from flashspark.args import ServerArgs  # noqa: E402
+from flashspark.benchmark.sps_fit import pool_adjacent  # noqa: E402
 from flashspark.demo import DEMO_PROMPTS  # noqa: E402
 from flashspark.ipc import GenerateRequest, RequestOutput, SamplingParams  # noqa: E402
 from flashspark.scheduler.build import build_scheduler  # noqa: E402
@@ -162,7 +164,17 @@ def measure(recorder: Recorder, num_rounds: int, clock: Callable[[], float]) -> 
                 rows, seconds = timer.run(shape)
                 taken[shape.num_reqs, rows].append(seconds)
     halves = [{key: float(np.median(all_[first::2])) for key, all_ in taken.items()} for first in (0, 1)]
-    return halves[0], halves[1]
+    return never_falling(halves[0]), never_falling(halves[1])
+
+
+def never_falling(times: StepTimes) -> StepTimes:
+    """More rows of the same requests cost no less: neighbours that say otherwise share their mean."""
+    pooled = {}
+    for num_reqs in {n for n, _ in times}:
+        shapes = sorted(shape for shape in times if shape[0] == num_reqs)
+        seconds = pool_adjacent([times[shape] for shape in shapes], [1] * len(shapes))
+        pooled.update(zip(shapes, seconds, strict=True))
+    return pooled
 
 
 def tier_rows(grid: TierGrid, num_reqs: int) -> list[int]:

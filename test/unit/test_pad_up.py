@@ -49,6 +49,11 @@ def test_the_interval_resamples_runs_of_steps():
     assert pad_up.ratio_interval(one, other) == (1.0, 2.0)
 
 
+def test_times_never_fall_with_the_rows_of_a_batch():
+    times = {(1, 1): 1.0, (1, 2): 3.0, (1, 3): 2.0, (2, 2): 0.5}
+    assert pad_up.never_falling(times) == {(1, 1): 1.0, (1, 2): 2.5, (1, 3): 2.5, (2, 2): 0.5}
+
+
 def test_a_sparse_table_and_its_tiers():
     grid = TierGrid(TierRule(width=4, max_num_reqs=4, finest_tokens=4))
     assert pad_up.tier_rows(grid, 3) == [4, 8, 12]
