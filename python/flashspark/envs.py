@@ -66,6 +66,9 @@ DSPARK_DEBUG_DUMP = EnvVar("SGLANG_DSPARK_DEBUG_DUMP", "", str)
 SIMULATE_ACC_LEN = EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float)
 SIMULATE_ACC_METHOD = EnvVar("SGLANG_SIMULATE_ACC_METHOD", "match-expected", str)
 
+# A head's raw logits and what was accepted go to <stem>.<i>.pt, for `flashspark.benchmark.dspark_sts_fit`.
+DSPARK_STS_COLLECT_PATH = EnvVar("SGLANG_DSPARK_STS_COLLECT_PATH", "", str)
+
 RECORD_COMPONENTS = ("core", "step_cpu_time", "reqs")
 GPU_RECORD_COMPONENTS = ("step_gpu_time", "draft_gpu_time", "target_verify_gpu_time")
 

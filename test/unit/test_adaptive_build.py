@@ -291,3 +291,40 @@ def test_the_shipped_calibration_fits_the_shipped_head():
     temperatures = json.loads(path.read_text())["temperatures"]
     assert harness._worker.adaptive.source.summary()["temperatures"] == pytest.approx(temperatures)
     assert harness.scheduler.verification_state()["confidence_is_ready"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode", "args", "environ", "words"),
+    [
+        ("dspark", "static", {}, {}, "in mode cap-accept alone: add --ragged-verify-mode cap-accept"),
+        ("dspark", "compact", {}, {}, "in mode cap-accept alone"),
+        ("headless", "cap-accept", {}, {}, "the draft has no confidence head"),
+        ("dflash2", "cap-accept", {}, {}, "the draft has no confidence head"),
+        (
+            "dspark",
+            "cap-accept",
+            {"speculative_dspark_confidence_sts_path": "sts.json"},
+            {},
+            "leave --speculative-dspark-confidence-sts-path out",
+        ),
+        ("dspark", "cap-accept", {}, {"SGLANG_SIMULATE_ACC_LEN": "1"}, "no draft is accepted, whatever"),
+        ("dspark", "cap-accept", {}, {"SGLANG_DSPARK_STS_COLLECT_PATH": "no/r"}, "there is no folder no"),
+    ],
+)
+def test_records_are_collected_where_they_mean_something(
+    folders, tmp_path, monkeypatch, draft, mode, args, environ, words
+):
+    for name, value in {"SGLANG_DSPARK_STS_COLLECT_PATH": str(tmp_path / "r"), **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"SGLANG_DSPARK_STS_COLLECT_PATH: .*{words}"):
+        build(folders, draft, mode, **args)
+
+
+def test_records_of_two_runs_do_not_mix(folders, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_DSPARK_STS_COLLECT_PATH", str(tmp_path / "r"))
+    harness = build(folders, "dspark", "cap-accept", speculative_cost_table="measured")
+    assert harness._worker.adaptive.planner.table is None  # everything is verified, nothing was measured
+    assert f"collected into {tmp_path / 'r'}.<number>.pt" in caplog.text
+    (tmp_path / "r.3.pt").touch()
+    with pytest.raises(ValueError, match=r"r\.3\.pt exists, and records of two runs must not mix"):
+        build(folders, "dspark", "cap-accept")

@@ -141,6 +141,7 @@ def main() -> int:
             return 1
         channel.send(ready)
         SchedulerService(scheduler, channel).run()
+        scheduler.close()
         return 0
     except Exception as error:  # whatever it is, the clients must hear it rather than hang
         logger.error("%s", traceback.format_exc())

@@ -17,6 +17,7 @@ from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
+from flashspark.speculative.sts_records import CollectingHead
 from flashspark.speculative.types import Accepted, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
@@ -158,6 +159,12 @@ class Scheduler:
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
         self._worker.accepts_drafts = False
+
+    def close(self) -> None:
+        """After the last step: writes the confidence records that waited for more."""
+        adaptive = self._worker.adaptive
+        if adaptive is not None and isinstance(adaptive.source, CollectingHead):
+            adaptive.source.close()
 
     @property
     def verify_request_buckets(self) -> list[int]:
