@@ -71,6 +71,12 @@ class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, bool | int | float | None]
 
 
+class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one `MetricsReply` with the same `query_id`."""
+
+    query_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The scheduler leaves its loop and exits with code 0."""
 
@@ -150,6 +156,29 @@ class StateReply(msgspec.Struct, frozen=True, tag=True):
     )
 
 
+class MetricSample(msgspec.Struct, frozen=True):
+    """One value of a metric, under its name without prefix."""
+
+    name: str
+    value: float
+    labels: dict[str, str] = {}
+
+
+class SchedulerMetrics(msgspec.Struct, frozen=True):
+    """What the scheduler adds to /metrics."""
+
+    samples: list[MetricSample]
+    steps_by_size: list[int]  # decode steps that ran up to 1, 2, 4 … rows; the last: more
+    num_rows_run: int  # by all of them
+
+
+class MetricsReply(msgspec.Struct, frozen=True, tag=True):
+    """The metrics of the moment."""
+
+    query_id: int
+    metrics: SchedulerMetrics
+
+
 class SetStateReply(msgspec.Struct, frozen=True, tag=True):
     """Whether the settings were changed; where not, nothing was, and `refusal` says why."""
 
@@ -157,8 +186,10 @@ class SetStateReply(msgspec.Struct, frozen=True, tag=True):
     refusal: str | None = None
 
 
-ToScheduler = GenerateRequest | AbortRequest | StateRequest | SetStateRequest | Shutdown
-FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | SetStateReply
+ToScheduler = GenerateRequest | AbortRequest | StateRequest | MetricsRequest | SetStateRequest | Shutdown
+FromScheduler = (
+    RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | MetricsReply | SetStateReply
+)
 
 
 class SchedulerChannel:

@@ -84,7 +84,6 @@ def test_spellings(argv, field, value):
         (["--speculative-cost-table", "t.json"], ["--speculative-cost-table t.json", "measured, none"]),
         (["--speculative-min-drafts-every", "-1"], ["--speculative-min-drafts-every -1", "at least 0"]),
         (["--speculative-verify-tier-tokens", "0"], ["--speculative-verify-tier-tokens 0", "at least 1"]),
-        (["--enable-metrics"], ["--enable-metrics", "not available yet"]),
         (["--quantization", "fp8"], ["--quantization fp8", "leave it out"]),
         (["--speculative-algorithm", "EAGLE3"], ["--speculative-algorithm EAGLE3", "use DFLASH"]),
         (

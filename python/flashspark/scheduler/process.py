@@ -23,6 +23,8 @@ from flashspark.ipc import (
     AbortRequest,
     GenerateRequest,
     Heartbeat,
+    MetricsReply,
+    MetricsRequest,
     SchedulerChannel,
     SchedulerFailed,
     SchedulerReady,
@@ -69,6 +71,8 @@ class SchedulerService:
             case StateRequest():
                 state = {**self._scheduler.state(), **self._scheduler.verification_state()}
                 self._channel.send(StateReply(message.query_id, state, self._scheduler.info_record()))
+            case MetricsRequest():
+                self._channel.send(MetricsReply(message.query_id, self._scheduler.metrics()))
             case SetStateRequest():
                 refusal = self._scheduler.set_internal_state(message.values)
                 logger.info("live settings %s: %s", message.values, refusal or "changed")

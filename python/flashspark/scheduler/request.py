@@ -134,12 +134,11 @@ class Request:
         )
 
     def append_step(
-        self, tokens: list[int], verify_len: int, num_drafted: int, num_uncapped: int | None = None
+        self, tokens: list[int], verify_len: int, num_drafted: int
     ) -> tuple[list[int], FinishReason | None]:
         """Takes what a verify step committed, cut at the first stop. Returns what was kept and the reason if any.
 
-        `verify_len` of its rows were verified, anchor included, of `num_drafted` drafts that were proposed;
-        `num_uncapped` drafts would have been accepted without the cutoff, None where that is not known.
+        `verify_len` of its rows were verified, anchor included, of `num_drafted` drafts that were proposed.
         """
         self.num_drafted += num_drafted
         self.num_verified += verify_len - 1
@@ -160,10 +159,16 @@ class Request:
         self.num_accepted += num_accepted
         self.num_verify_steps += 1
         self.accept_histogram[num_accepted] += 1
-        if num_uncapped is not None:  # a request that ended here would have ended here without the cutoff too
-            num_tokens = len(kept) if finish is not None else num_uncapped + 1
-            self.num_uncapped_tokens = (self.num_uncapped_tokens or 0) + num_tokens
         return kept, finish
+
+    def count_uncapped(self, num_uncapped: int, num_kept: int, has_ended: bool) -> int:
+        """Counts what the step would have given without its cutoff, and returns it.
+
+        `num_uncapped` drafts would have been accepted; a request that ended would have ended at the same token.
+        """
+        num_tokens = num_kept if has_ended else num_uncapped + 1
+        self.num_uncapped_tokens = (self.num_uncapped_tokens or 0) + num_tokens
+        return num_tokens
 
     def statistics(self) -> SpeculativeStats:
         """Verify statistics so far."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
-from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
+from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 from flashspark.speculative.sts_records import CollectingHead
@@ -23,11 +23,13 @@ from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .live_settings import LiveSettings, Value
+from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
 from .request_record import RequestRecord, request_records
 from .residency import Residency
-from .step_record import StepRecord, decode_log_line, plan_log_line
+from .step_record import DecodeMeans, StepRecord, decode_log_line, plan_log_line
+from .step_totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Scheduler:
         self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
         self._feed: RecordFeed | None = None
         self.num_steps = 0
+        self._step_totals = StepTotals()
         self.totals = dict.fromkeys(
             (
                 *("finished", "aborted", "aborted_mid_block", "output_tokens", "verify_steps"),
@@ -136,17 +139,15 @@ class Scheduler:
                 step_ms=(ended - started) * 1e3,
             )
         )
+        self._step_totals.add(self.records[-1], self._verify_mode is VerifyMode.COMPACT)
         if self._feed is not None:
             self._feed.add(self.records[-1], ended, self.has_work)
         self._log()
 
     def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
         """Keeps a record of every decode step from now on, for profilers."""
-        worker = self._worker
-        mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
-        self._feed = RecordFeed(
-            FeedHeader(mode.value, worker.gamma, worker.width, components, simulate_acc_len)
-        )
+        worker, mode = self._worker, self._verify_mode.value
+        self._feed = RecordFeed(FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len))
 
     def info_record(self) -> bytes | None:
         """`dspark_info_record` as JSON; None where no records are kept."""
@@ -203,9 +204,22 @@ class Scheduler:
             "ragged_verify_mode": adaptive.mode.value,
             "avg_spec_cap_length": self.totals["verify_tokens"] / steps if steps else 0.0,
             "confidence_is_ready": adaptive.source.is_ready,
+            "plan_hash": self._step_totals.plan_hash,
             "pinned_budget_fraction": adaptive.planner.pinned_fraction,
             "cost_table_corrections": 0 if correction is None else correction.num_observations,
         }
+
+    def metrics(self) -> SchedulerMetrics:
+        """What /metrics shows of the scheduler."""
+        limits, gamma = self.limits, self._worker.gamma
+        means = DecodeMeans.of(list(self.records)[-limits.decode_log_interval :], gamma)
+        return scheduler_metrics(
+            self.state(), self._step_totals, means, gamma, limits.max_total_num_tokens, self._worker.adaptive
+        )
+
+    @property
+    def _verify_mode(self) -> VerifyMode:
+        return VerifyMode.STATIC if self._worker.adaptive is None else self._worker.adaptive.mode
 
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
@@ -272,7 +286,7 @@ class Scheduler:
             self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
             self.totals["draft_free_steps"] += not plan.draft
         num_uncapped = self._num_uncapped(accepted, batch)
-        num_kept = [-1] * len(running)
+        num_kept, num_uncapped_tokens = [-1] * len(running), 0
         drafts = plan is None or plan.draft
         is_finite = accepted.is_finite.tolist()
         for i, request in enumerate(running):
@@ -281,10 +295,11 @@ class Scheduler:
                 self._end(request, [], _NOT_FINITE)
                 continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
-            kept, finish = request.append_step(
-                tokens[i][: num_tokens[i]], lens[i], num_drafted, num_uncapped[i] if num_uncapped else None
-            )
+            kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
             num_kept[i] = len(kept)
+            if num_uncapped is not None:
+                ended = finish is not None
+                num_uncapped_tokens += request.count_uncapped(num_uncapped[i], len(kept), ended)
             self.totals["verify_tokens"] += lens[i]
             self.totals["verify_steps"] += 1
             if finish is None:
@@ -302,6 +317,8 @@ class Scheduler:
             num_verify_tokens=sum(lens),
             num_rows_run=accepted.num_rows_run,
             num_output_tokens=num_output_tokens,
+            num_full_tokens=sum(cap_list),
+            num_uncapped_tokens=None if num_uncapped is None else num_uncapped_tokens,
             decode_ms=seconds * 1e3,
             plan=plan,
             reqs=reqs,
@@ -309,8 +326,7 @@ class Scheduler:
 
     def _num_uncapped(self, accepted: Accepted, batch: StepBatch) -> list[int] | None:
         """Drafts each request would have accepted without a cutoff; None where their rows were not computed."""
-        adaptive = self._worker.adaptive
-        if adaptive is None or adaptive.mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
+        if self._verify_mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
             return None
         if batch.plan is not None and not batch.plan.draft:
             return [0] * len(batch.cap_list)
