@@ -68,7 +68,7 @@ class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
     """Changes live settings, all of them or none; answered by one `SetStateReply` with the same `query_id`."""
 
     query_id: int
-    values: dict[str, bool | int | float | None]
+    values: dict[str, bool | int | float | str | None]
 
 
 class MetricsRequest(msgspec.Struct, frozen=True, tag=True):

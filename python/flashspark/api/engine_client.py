@@ -178,7 +178,7 @@ class EngineClient:
         return reply.metrics
 
     async def set_state(
-        self, values: dict[str, bool | int | float | None], timeout_s: float = 30.0
+        self, values: dict[str, bool | int | float | str | None], timeout_s: float = 30.0
     ) -> SetStateReply:
         """Changes live settings between two steps, all or none; the reply says why where it is none."""
         return await self._ask(SetStateRequest(next(self._query_ids), values), timeout_s)

@@ -156,7 +156,7 @@ def build_adaptive(
         min_drafts_every=args.speculative_min_drafts_every,
         trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
-    rows, plain = _corrections(args, inputs.mode, worker.width)
+    rows, plain = _corrections(args, worker.width)
     planner = VerifyPlanner(settings, costs.table, grid, costs.plain, rows, plain)
     _log_costs(costs, planner, max_reqs, worker.width)
     info: Info = {
@@ -165,7 +165,7 @@ def build_adaptive(
         if isinstance(planner.table, SpsCostTable | SpsAdditiveCostTable)
         else None,
         "speculative_confidence_source": "head" if has_confidence_head(runner) else "online estimator",
-        "cost_table_correction": rows is not None,
+        "cost_table_correction": rows is not None and inputs.mode is VerifyMode.COMPACT,
         "verify_request_buckets": list(grid.buckets),
     }
     return AdaptiveVerifier(inputs.mode, planner, source, max_reqs, runner.device), info
@@ -291,15 +291,9 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
     }
 
 
-def _corrections(
-    args: ServerArgs, mode: VerifyMode, width: int
-) -> tuple[CostCorrection | None, CostCorrection | None]:
-    """Of the table by rows and of draft-free steps by requests; None where step times must not steer plans.
-
-    In cap-accept the planned rows are not what runs, so its step times say nothing about the plan's price.
-    """
-    asks_for_repeatability = args.disable_cost_table_correction or args.enable_deterministic_inference
-    if asks_for_repeatability or mode is VerifyMode.CAP_ACCEPT:
+def _corrections(args: ServerArgs, width: int) -> tuple[CostCorrection | None, CostCorrection | None]:
+    """Of the table by rows and of draft-free steps by requests; None where step times must not steer plans."""
+    if args.disable_cost_table_correction or args.enable_deterministic_inference:
         return None, None
     max_reqs = args.max_running_requests
     assert max_reqs is not None

@@ -163,6 +163,13 @@ class RecordFeed:
         self._records.clear()
         self._num_bytes = 0
 
+    def restart(self, mode: str, width: int) -> None:
+        """From now on steps are of this mode and this block width; forgets those before."""
+        self.header = msgspec.structs.replace(
+            self.header, mode=mode, gamma=width - 1, verify_num_draft_tokens=width
+        )
+        self.clear()
+
     def dump(self) -> bytes:
         """The whole feed as JSON."""
         head = self._encoder.encode(self.header)

@@ -74,6 +74,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._random_seed = random_seed
         self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
+        self._settings = LiveSettings(worker)
         self._feed: RecordFeed | None = None
         self.num_steps = 0
         self._step_totals = StepTotals()
@@ -107,7 +108,7 @@ class Scheduler:
             arrival=self._num_arrivals,
             seed=self._seed_for(message),
             stop_checker=StopChecker(message, self._eos_token_ids, self._tokenizer),
-            gamma=0 if message.speculation == "off" else self._worker.gamma,
+            gamma=self._worker.gamma if self._worker.speculates and message.speculation != "off" else 0,
             counts_verify_lens=self._worker.adaptive is not None,
         )
         self._requests[request.request_id] = request
@@ -147,7 +148,8 @@ class Scheduler:
     def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
         """Keeps a record of every decode step from now on, for profilers."""
         worker, mode = self._worker, self._verify_mode.value
-        self._feed = RecordFeed(FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len))
+        header = FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len)
+        self._feed = self._settings.feed = RecordFeed(header)
 
     def info_record(self) -> bytes | None:
         """`dspark_info_record` as JSON; None where no records are kept."""
@@ -155,7 +157,7 @@ class Scheduler:
 
     def set_internal_state(self, values: Mapping[str, Value]) -> str | None:
         """Changes live settings, all or none; returns why where it is none."""
-        return LiveSettings(self._worker, self._feed).apply(values, is_idle=not self.has_work)
+        return self._settings.apply(values, is_idle=not self.has_work)
 
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
@@ -282,7 +284,7 @@ class Scheduler:
         lens = accepted.verify_lens.tolist()
         seconds = time.perf_counter() - started
         if plan is not None and self._worker.adaptive is not None:
-            self._worker.adaptive.planner.observe_step(plan, seconds)
+            self._worker.adaptive.observe_step(plan, seconds)
             self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
             self.totals["draft_free_steps"] += not plan.draft
         num_uncapped = self._num_uncapped(accepted, batch)

@@ -34,9 +34,17 @@ class SpeculativeWorker:
         self.runner, self.sampling, self.drafter, self.adaptive = runner, sampling, drafter, adaptive
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
+        self.speculates = True  # False: new requests decode without a draft
         self.accepts_drafts = (
             True  # False: drafts are made and verified, and none is kept, for measuring step times
         )
+
+    def set_width(self, width: int) -> None:
+        """Blocks of `width` rows from now on, 2 … what the draft was built for. Nobody holds a row, and adaptive
+        verification, which is built for one width, is not asked to plan others."""
+        assert self.drafter is not None and self.sampling.num_assigned == 0
+        self.gamma = self.drafter.gamma = width - 1
+        self.width = width
 
     def assign(
         self,
