@@ -57,10 +57,13 @@ def random_case(seed, num_reqs):
 @given(seed=st.integers(0, 10**6))
 def test_sampled_equals_the_loop(seed):
     case = random_case(seed, 16)
-    count, token, _ = accept_aligned(*case)
+    count, token, matched = accept_aligned(*case)
     arrays = [x.double().numpy() if x.is_floating_point() else x.numpy() for x in case]
     for r in range(16):
-        assert (count[r].item(), token[r].item()) == reference_accept(*(a[r] for a in arrays))
+        of_r = [a[r] for a in arrays]
+        assert (count[r].item(), token[r].item()) == reference_accept(*of_r)
+        of_r[4] = GAMMA + 1  # no cutoff
+        assert matched[r].item() == reference_accept(*of_r)[0]
 
 
 @settings(deadline=None, max_examples=30)

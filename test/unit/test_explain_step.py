@@ -55,6 +55,7 @@ def feed_of(plan, correct=(2, 0, 1), trims=(None, 0, 0), components=("core", "re
         num_verify_tokens=sum(lens),
         num_rows_run=sum(lens),
         decode_ms=12.0,
+        mode=feed.header.mode,
         plan=plan,
         reqs=reqs if feed.keeps_requests else (),
     )

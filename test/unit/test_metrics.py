@@ -141,15 +141,15 @@ def test_totals_by_hand():
     early = planner_of().plan(plan_input(CONFIDENCE, relayed=False))
     one_tier = planner_of(grid=None).plan(plan_input(CONFIDENCE, caps=[1, 1, 1]))
     totals = StepTotals()
-    totals.add(StepRecord(), is_packed=True)  # nobody decoded
-    totals.add(record_of(trimmed), is_packed=True)
-    totals.add(record_of(trimmed, num_rows_run=12), is_packed=False)
+    totals.add(StepRecord())  # nobody decoded
+    totals.add(record_of(trimmed, mode="compact"))
+    totals.add(record_of(trimmed, num_rows_run=12))
     full = {"num_verify_tokens": 12, "num_rows_run": 12}
-    totals.add(record_of(guarded, **full), is_packed=True)
-    totals.add(record_of(early, **full), is_packed=True)
-    totals.add(record_of(one_tier, num_verify_tokens=3, num_rows_run=3, num_full_tokens=3), is_packed=True)
-    totals.add(record_of(None, num_rows_run=1), is_packed=False)
-    totals.add(record_of(None, num_rows_run=100_000), is_packed=False)
+    totals.add(record_of(guarded, **full, mode="compact"))
+    totals.add(record_of(early, **full, mode="compact"))
+    totals.add(record_of(one_tier, num_verify_tokens=3, num_rows_run=3, num_full_tokens=3, mode="compact"))
+    totals.add(record_of(None, num_rows_run=1))
+    totals.add(record_of(None, num_rows_run=100_000))
     assert totals.num_trimmed_tokens == 4 + 4
     assert totals.num_pad_tokens == 1
     assert totals.outcomes == {
@@ -170,7 +170,7 @@ def test_totals_by_hand():
 def test_small_batches_are_counted():
     plan = planner_of().plan(plan_input(CONFIDENCE[:1]))
     totals = StepTotals()
-    totals.add(record_of(plan), is_packed=True)
+    totals.add(record_of(plan, mode="compact"))
     assert totals.num_small_batch_plans == 1
     assert totals.outcomes == {"full (one tier for all budgets)": 1}
 

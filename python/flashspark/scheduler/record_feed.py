@@ -138,7 +138,7 @@ class RecordFeed:
         feed_record = FeedRecord(
             forward_ct=record.forward_ct,
             bs=record.num_reqs,
-            mode=self.header.mode,
+            mode=record.mode,
             num_running_reqs=record.num_reqs,
             num_verify_tokens=record.num_rows_run,
             verify_tokens_local=record.num_verify_tokens,

@@ -140,7 +140,7 @@ class Scheduler:
                 step_ms=(ended - started) * 1e3,
             )
         )
-        self._step_totals.add(self.records[-1], self._verify_mode is VerifyMode.COMPACT)
+        self._step_totals.add(self.records[-1])
         if self._feed is not None:
             self._feed.add(self.records[-1], ended, self.has_work)
         self._log()
@@ -322,6 +322,7 @@ class Scheduler:
             num_full_tokens=sum(cap_list),
             num_uncapped_tokens=None if num_uncapped is None else num_uncapped_tokens,
             decode_ms=seconds * 1e3,
+            mode=self._verify_mode.value,
             plan=plan,
             reqs=reqs,
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 
 from .request_record import RequestRecord
@@ -25,6 +26,7 @@ class StepRecord:
     num_uncapped_tokens: int | None = None  # output tokens without cutoffs; None where that is not known
     step_ms: float = 0.0
     decode_ms: float = 0.0  # of it, from the plan to the tokens on the host
+    mode: str = VerifyMode.STATIC.value  # how its blocks were verified
     plan: Plan | None = None  # None in static mode, and where nothing decoded
     reqs: Sequence[RequestRecord] = ()  # where records of requests are kept
 

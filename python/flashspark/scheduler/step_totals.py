@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections import Counter
 
+from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.plan_stages import StageRecord
 from flashspark.speculative.planner import STAGES, Plan
 
@@ -29,14 +30,14 @@ class StepTotals:
         self.num_rows_run = 0
         self.plan_hash = 0  # of all plans so far, in order; equal on ranks that planned alike
 
-    def add(self, record: StepRecord, is_packed: bool) -> None:
-        """Counts a turn. `is_packed`: the target computed what was planned and no more."""
+    def add(self, record: StepRecord) -> None:
+        """Counts a turn."""
         if record.num_reqs == 0:
             return
         size_class = min((record.num_rows_run - 1).bit_length(), NUM_SIZE_CLASSES - 1)
         self.steps_by_size[size_class] += 1
         self.num_rows_run += record.num_rows_run
-        if is_packed:
+        if record.mode == VerifyMode.COMPACT.value:
             self.num_pad_tokens += record.num_rows_run - record.num_verify_tokens
         if record.plan is not None:
             self._add_plan(record, record.plan)
