@@ -13,18 +13,15 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
-import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+
+from servers import provenance, serve  # noqa: E402
 
 from demo_pair.decode import loop_end  # noqa: E402
 from flashspark.demo import DEMO_PROMPTS  # noqa: E402
@@ -33,36 +30,6 @@ ARMS = {
     "plain": [],
     "dflash2": ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "demo-dflash2"],
 }
-
-
-def free_port() -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-@contextlib.contextmanager
-def serve(arm: str):
-    """A running server of `arm`; yields its port."""
-    port = free_port()
-    command = [sys.executable, "-m", "flashspark.launch_server", "--model-path", "demo", "--port", str(port)]
-    server = subprocess.Popen([*command, *ARMS[arm]], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    break
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the {arm} server did not start (exit code {server.poll()})")
-            time.sleep(0.2)
-        yield port
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=60)
 
 
 def measure(port: int, input_ids: list[int], max_new_tokens: int) -> tuple[float, int, float]:
@@ -103,7 +70,9 @@ def main() -> None:
     speeds: dict[str, dict[str, list[float]]] = {arm: {p["id"]: [] for p in prompts} for arm in ARMS}
     counted: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        ports = {arm: stack.enter_context(serve(arm)) for arm in ARMS}
+        ports = {
+            arm: stack.enter_context(serve(["--model-path", "demo", *flags])) for arm, flags in ARMS.items()
+        }
         for round_index in range(options.rounds + 1):  # round 0 warms up
             for prompt in prompts:
                 for arm, port in ports.items():
@@ -120,13 +89,8 @@ def main() -> None:
         statistics.median(speeds["dflash2"][i][k] / speeds["plain"][i][k] for i in kept)
         for k in range(options.rounds)
     ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     result = {
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit.stdout.strip(),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        **provenance(),
         "prompts_counted": kept,
         "decode_tokens_per_s": {arm: round(statistics.median(medians[arm].values()), 1) for arm in ARMS},
         "ratio_median": round(statistics.median(ratios), 3),
