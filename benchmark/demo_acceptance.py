@@ -34,9 +34,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 
 from demo_pair import calibration, checkpoint, corpus, decode, sources, tokens, train_target  # noqa: E402
+from flashspark.benchmark import sts_fit  # noqa: E402
+from flashspark.speculative.calibration import StsCalibration  # noqa: E402
 
 DEMO = ROOT / "python" / "flashspark" / "demo"
 
@@ -152,12 +154,12 @@ def command_line() -> str:
     return " ".join(word for i, word in enumerate(words) if i not in hidden)
 
 
-def fit_sts(target: Any, draft: Any, folder: Path, measured: list[list[int]], max_new: int) -> dict[str, Any]:
+def fit_sts(target: Any, draft: Any, folder: Path, measured: list[list[int]], max_new: int) -> StsCalibration:
     """Temperatures fitted on greedy decoding from other prompts than the `measured` ones."""
     prompts = calibration.fit_prompts(folder, measured)
     traces = decode.speculate(target, draft, prompts, 0.0, max_new)
     dataset = f"{len(prompts)} windows of held-out files ending in a docstring, temperature 0"
-    return calibration.fit(traces, dataset)
+    return sts_fit.fit(*calibration.records(traces), dataset)
 
 
 def digests(demo: Path, draft: str) -> dict[str, str]:
@@ -220,8 +222,7 @@ def main() -> None:
     if is_dspark:
         file = args.demo / "dspark" / "sts.json"
         if args.fit_sts:
-            fitted = fit_sts(target, draft, args.corpus, prompts, max_new)
-            file.write_text(json.dumps(fitted, indent=1) + "\n")
+            file.write_text(fit_sts(target, draft, args.corpus, prompts, max_new).to_json())
         sts = json.loads(file.read_text())["temperatures"] if file.exists() else sts
     runs = [("temperature_0", 0.0, [0], True), ("temperature_1", 1.0, list(range(args.seeds)), True)]
     if args.ablation:

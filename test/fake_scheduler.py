@@ -21,9 +21,13 @@ from flashspark.ipc import (
     FinishReason,
     GenerateRequest,
     Heartbeat,
+    MetricSample,
+    MetricsReply,
+    MetricsRequest,
     RequestOutput,
     SchedulerChannel,
     SchedulerFailed,
+    SchedulerMetrics,
     SchedulerReady,
     SetStateReply,
     SetStateRequest,
@@ -41,6 +45,17 @@ SEED_FAIL = -1002  # it says why, then dies
 SEED_HANG = -1003  # it stops turning its loop
 SEED_ERROR = -1004  # this request alone ends with status 500
 # Any other negative seed -k: a step of this request takes k milliseconds.
+
+METRICS = SchedulerMetrics(
+    samples=[
+        MetricSample("num_running_reqs", 3),
+        MetricSample("verify_tokens_total", 70),
+        MetricSample("plans_total", 5, {"outcome": "trimmed"}),
+        MetricSample("plans_total", 2, {"outcome": 'full ("quoted")'}),
+    ],
+    steps_by_size=[1, 0, 4] + [0] * 11 + [2],
+    num_rows_run=20_000,
+)
 
 
 @dataclass
@@ -124,6 +139,8 @@ class FakeScheduler:
                     case StateRequest():
                         state = {"num_running_reqs": len(self.running), "num_aborted": self.num_aborted}
                         self.channel.send(StateReply(message.query_id, state, self.info_record))
+                    case MetricsRequest():
+                        self.channel.send(MetricsReply(message.query_id, METRICS))
                     case SetStateRequest():
                         self.channel.send(SetStateReply(message.query_id, self.set_state(message.values)))
                     case Shutdown():

@@ -66,7 +66,11 @@ DSPARK_DEBUG_DUMP = EnvVar("SGLANG_DSPARK_DEBUG_DUMP", "", str)
 SIMULATE_ACC_LEN = EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float)
 SIMULATE_ACC_METHOD = EnvVar("SGLANG_SIMULATE_ACC_METHOD", "match-expected", str)
 
-RECORD_COMPONENTS = ("core", "step_cpu_time")
+# A head's raw logits and what was accepted go to <stem>.<i>.pt, for `flashspark.benchmark.dspark_sts_fit`.
+DSPARK_STS_COLLECT_PATH = EnvVar("SGLANG_DSPARK_STS_COLLECT_PATH", "", str)
+
+RECORD_COMPONENTS = ("core", "step_cpu_time", "reqs")
+GPU_RECORD_COMPONENTS = ("step_gpu_time", "draft_gpu_time", "target_verify_gpu_time")
 
 # Would change what the server does, and is not built yet: refused at start-up rather than ignored.
 UNAVAILABLE: tuple[EnvVar[float] | EnvVar[bool], ...] = (
@@ -77,14 +81,26 @@ UNAVAILABLE: tuple[EnvVar[float] | EnvVar[bool], ...] = (
 
 
 def record_components(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Which parts of the per-step records are kept; empty: none. What there is no record of is warned about."""
+    """Which parts of the per-step records are kept, `core` with any of them; empty: none.
+
+    `all` means what there is. A component that is asked for by name and cannot be had is refused: whoever waits for
+    its values would find none.
+
+    Raises:
+        ValueError: which one, and why.
+    """
     wanted = set(DSPARK_DEBUG_DUMP.get(environ).replace(",", " ").split())
-    if DSPARK_ENABLE_SPS_RECORD.get(environ) or "all" in wanted:
+    for name in sorted(wanted - {"all", *RECORD_COMPONENTS}):
+        reason = f"no such component; there are {', '.join(RECORD_COMPONENTS)} and all"
+        if name in GPU_RECORD_COMPONENTS:
+            reason = "is read from a GPU's clock and not available on a CPU; step_cpu_time is the host's"
+        raise ValueError(f"{DSPARK_DEBUG_DUMP.name}={name}: {reason}")
+    if wanted:
+        wanted.add("core")
+    if "all" in wanted:
         wanted.update(RECORD_COMPONENTS)
-    unknown = sorted(wanted - {"all", *RECORD_COMPONENTS})
-    if unknown:
-        names = ", ".join(RECORD_COMPONENTS)
-        logger.warning("%s: %s not recorded; there are %s", DSPARK_DEBUG_DUMP.name, unknown, names)
+    if DSPARK_ENABLE_SPS_RECORD.get(environ):
+        wanted.update(("core", "step_cpu_time"))
     return tuple(name for name in RECORD_COMPONENTS if name in wanted)
 
 

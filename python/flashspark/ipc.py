@@ -68,7 +68,13 @@ class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
     """Changes live settings, all of them or none; answered by one `SetStateReply` with the same `query_id`."""
 
     query_id: int
-    values: dict[str, bool | int | float | None]
+    values: dict[str, bool | int | float | str | None]
+
+
+class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one `MetricsReply` with the same `query_id`."""
+
+    query_id: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +104,9 @@ class SpeculativeStats(msgspec.Struct, frozen=True):
     accept_histogram: list[int] = []  # steps by number of accepted drafts, index 0 … gamma
     # Steps by verify length, anchor included, index 0 … gamma + 1; empty where verification is static.
     verify_histogram: list[int] = []
+    # Output tokens that the same verify steps would have given without cutoffs, for the mode that caps after a full
+    # verify; None where that is not known.
+    num_uncapped_tokens: int | None = None
 
 
 class RequestOutput(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +156,29 @@ class StateReply(msgspec.Struct, frozen=True, tag=True):
     )
 
 
+class MetricSample(msgspec.Struct, frozen=True):
+    """One value of a metric, under its name without prefix."""
+
+    name: str
+    value: float
+    labels: dict[str, str] = {}
+
+
+class SchedulerMetrics(msgspec.Struct, frozen=True):
+    """What the scheduler adds to /metrics."""
+
+    samples: list[MetricSample]
+    steps_by_size: list[int]  # decode steps that ran up to 1, 2, 4 … rows; the last: more
+    num_rows_run: int  # by all of them
+
+
+class MetricsReply(msgspec.Struct, frozen=True, tag=True):
+    """The metrics of the moment."""
+
+    query_id: int
+    metrics: SchedulerMetrics
+
+
 class SetStateReply(msgspec.Struct, frozen=True, tag=True):
     """Whether the settings were changed; where not, nothing was, and `refusal` says why."""
 
@@ -154,8 +186,10 @@ class SetStateReply(msgspec.Struct, frozen=True, tag=True):
     refusal: str | None = None
 
 
-ToScheduler = GenerateRequest | AbortRequest | StateRequest | SetStateRequest | Shutdown
-FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | SetStateReply
+ToScheduler = GenerateRequest | AbortRequest | StateRequest | MetricsRequest | SetStateRequest | Shutdown
+FromScheduler = (
+    RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | MetricsReply | SetStateReply
+)
 
 
 class SchedulerChannel:

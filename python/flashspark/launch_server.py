@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         envs.simulated_accept_length()
+        envs.record_components()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""How true a confidence head's survival probabilities are, and the temperatures (STS) that make them truer."""
+"""How true a confidence head's survival probabilities are, with and without temperatures (STS)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashspark.benchmark.sts_fit import survival, survival_errors
+
 from . import stages, tokens
 from .data import Windows
 from .decode import Trace
 
-NUM_BINS = 15
 FIT_LENGTHS, FIT_PROMPTS_PER_LENGTH = (48, 96, 160, 224), 56
-GRID = torch.logspace(-1, 1, 41, dtype=torch.float64).tolist()
 
 
 def fit_prompts(corpus: Path, measured: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -38,52 +38,6 @@ def records(traces: Sequence[Trace]) -> tuple[Tensor, Tensor]:
     logits = torch.tensor([row for t in traces for row in t.confidence], dtype=torch.float64)
     accepted = torch.tensor([a for t in traces for a in t.accepted])
     return logits, torch.arange(logits.shape[1]) < accepted[:, None]
-
-
-def expected_calibration_error(predicted: Tensor, happened: Tensor) -> float:
-    """Mean of |predicted - observed| over 15 equal bins of the prediction, weighted by their counts."""
-    bins = (predicted * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    gaps = torch.zeros(NUM_BINS, dtype=torch.float64).index_add_(0, bins, predicted - happened.double())
-    return float(gaps.abs().sum() / len(predicted))
-
-
-def survival(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Probability [S, g] that all drafts up to each position are accepted."""
-    return torch.sigmoid(logits / torch.tensor(temperatures, dtype=torch.float64)).cumprod(1)
-
-
-def survival_errors(logits: Tensor, prefix: Tensor, temperatures: Sequence[float]) -> list[float]:
-    """Calibration error of the survival at each position."""
-    predicted = survival(logits, temperatures)
-    return [
-        round(expected_calibration_error(predicted[:, k], prefix[:, k]), 4) for k in range(prefix.shape[1])
-    ]
-
-
-def fit_temperatures(logits: Tensor, prefix: Tensor) -> list[float]:
-    """Positions from left to right, each the grid's value with the least error, those before it fixed."""
-    before = torch.ones(len(logits), dtype=torch.float64)
-    chosen: list[float] = []
-    for k in range(prefix.shape[1]):
-        errors = [
-            expected_calibration_error(before * torch.sigmoid(logits[:, k] / t), prefix[:, k]) for t in GRID
-        ]
-        chosen.append(round(GRID[errors.index(min(errors))], 6))
-        before = before * torch.sigmoid(logits[:, k] / chosen[-1])
-    return chosen
-
-
-def fit(traces: Sequence[Trace], dataset: str) -> dict[str, Any]:
-    """An STS file in SGLang's format; its errors are those on the fitted steps themselves."""
-    logits, prefix = records(traces)
-    temperatures = fit_temperatures(logits, prefix)
-    return {
-        "temperatures": temperatures,
-        "dataset": dataset,
-        "num_samples": len(logits),
-        "ece_before": survival_errors(logits, prefix, [1.0] * len(temperatures)),
-        "ece_after": survival_errors(logits, prefix, temperatures),
-    }
 
 
 def check(logits: Tensor, prefix: Tensor, temperatures: Sequence[float]) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.server import Server, check_statistics, generate_body, running_server, speculative
 from flashspark.demo import DEMO_PROMPTS
@@ -34,6 +37,33 @@ def batch(server: Server, prompts: list[list[int]], num_tokens: int, **sampling:
     return answers
 
 
+def check_metrics(server: Server, state: dict[str, Any], num_answers: int) -> None:
+    """/metrics of an idle server, against its own counters and records."""
+    text = server.http.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {s.name.removeprefix("sglang:"): s.value for s in samples if "position" not in s.labels}
+    totals = {"verify_tokens_total": "verify_tokens", "spec_verify_calls_total": "verify_steps"}
+    for name, counter in totals.items():
+        assert values[name] == state[counter]
+    records = state["dspark_info_record"]["records"]
+    rows = sum(record["num_verify_tokens"] for record in records)
+    assert values["verify_tier_tokens_sum"] == rows
+    assert values["verify_tier_tokens_count"] == len(records)
+    verified = sum(record["verify_tokens_local"] for record in records)
+    full = sum(r["cap"] for record in records if record["plan"]["draft"] for r in record["reqs"])
+    drafted = sum(record["verify_tokens_local"] for record in records if record["plan"]["draft"])
+    assert values["verify_tokens_trimmed_total"] == full - drafted > 0
+    is_compact = state["ragged_verify_mode"] == "compact"
+    assert values["verify_pad_tokens_total"] == (rows - verified if is_compact else 0)
+    trimmed = [s.value for s in samples if s.labels.get("outcome") == "trimmed"]
+    assert trimmed == [state["trimmed_steps"]]
+    assert values["num_requests_total"] == values["e2e_request_latency_seconds_count"] == num_answers
+    assert values["generation_tokens_total"] == state["output_tokens"] - 1  # the warm-up's is nobody's
+    assert values["num_running_reqs"] == values["num_used_tokens"] == values["gen_throughput"] == 0
+    observed = [s.value for s in samples if s.name == "sglang:estimator_observations_total"]
+    assert len(observed) == 2 * 5 and observed[0] > 100  # greedy and sampled, five drafts
+
+
 def ids_of(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
@@ -46,16 +76,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("mode", ["compact", "cap-accept"])
 def test_tiny_pair_with_a_table_from_a_file(
-    server: Server, tiny_pair: tuple[Path, Path], tmp_path: Path, mode: str
+    server: Server, tiny_pair: tuple[Path, Path], tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trimmed after the estimator's warm-up: some 200 steps."""
+    """Trimmed after the estimator's warm-up: some 200 steps. Watched by every means there is."""
+    monkeypatch.setenv("SGLANG_DSPARK_DEBUG_DUMP", "reqs")
     table = tmp_path / "table.json"
     table.write_text(json.dumps(DEAR_ROWS))
     prompts = [[5 + i, 9, 40 + i, 7] for i in range(8)]
     static = batch(server, prompts, 260)
     assert not CAP_KEYS & static[0]["meta_info"].keys()
     flags = [*("--ragged-verify-mode", mode), *("--speculative-dspark-sps-table-path", str(table))]
-    flags += ["--max-running-requests", "16", "--speculative-min-drafts-every", "4"]
+    flags += ["--max-running-requests", "16", "--speculative-min-drafts-every", "4", "--enable-metrics"]
     with running_server(*speculative(*tiny_pair), *flags, log=tmp_path / "log") as adaptive:
         assert ids_of(batch(adaptive, prompts, 260)) == ids_of(static)
         answers = batch(adaptive, prompts, 80)
@@ -63,6 +94,9 @@ def test_tiny_pair_with_a_table_from_a_file(
         for meta in (answer["meta_info"] for answer in answers):
             assert 1 <= meta["spec_cap_length"] < 6
             assert meta["spec_cap_length"] >= meta["spec_accept_length"]
+            assert ("spec_block_accept_length" in meta) == (mode == "cap-accept")
+            if mode == "cap-accept":
+                assert 6 >= meta["spec_block_accept_length"] >= meta["spec_accept_length"]
         info = adaptive.http.get("/server_info").json()
         assert info["ragged_verify_mode"] == mode
         assert info["speculative_cost_table_source"] == f"file {table}"
@@ -78,6 +112,11 @@ def test_tiny_pair_with_a_table_from_a_file(
         assert "verification may be trimmed from now on" in adaptive.log
         assert "cap len: 6.00" in adaptive.log
         assert " trimmed, " in adaptive.log
+        check_metrics(adaptive, state, num_answers=16)
+        explain = [sys.executable, "-m", "flashspark.benchmark.explain_step", "--base-url", adaptive.url]
+        told = subprocess.run([*explain, "--last", "3"], capture_output=True, text=True, check=True).stdout
+        assert told.count(f", {mode}: 8 requests, ") == 3
+        assert told.count("\nlengths: ") == 3
 
 
 def test_table_is_measured_at_the_first_start(

@@ -32,6 +32,13 @@ def reference_accept(probs, drafts, ids, q, verify_len, accept_u, final_u):
     return count, int(np.searchsorted(cdf, final_u[count] * cdf[-1], side="right"))
 
 
+def accept_aligned(probs, *rest):
+    """`accept_sampled` of p [R, W, V], every block row at its own place."""
+    return accept_sampled(
+        probs.flatten(0, 1), torch.arange(probs[..., 0].numel()).view(probs.shape[:2]), *rest
+    )
+
+
 def random_case(seed, num_reqs):
     g = torch.Generator().manual_seed(seed)
     probs = torch.softmax(torch.randn(num_reqs, GAMMA + 1, VOCAB, generator=g) * 1.5, -1)
@@ -50,10 +57,13 @@ def random_case(seed, num_reqs):
 @given(seed=st.integers(0, 10**6))
 def test_sampled_equals_the_loop(seed):
     case = random_case(seed, 16)
-    count, token = accept_sampled(*case)
+    count, token, matched = accept_aligned(*case)
     arrays = [x.double().numpy() if x.is_floating_point() else x.numpy() for x in case]
     for r in range(16):
-        assert (count[r].item(), token[r].item()) == reference_accept(*(a[r] for a in arrays))
+        of_r = [a[r] for a in arrays]
+        assert (count[r].item(), token[r].item()) == reference_accept(*of_r)
+        of_r[4] = GAMMA + 1  # no cutoff
+        assert matched[r].item() == reference_accept(*of_r)[0]
 
 
 @settings(deadline=None, max_examples=30)
@@ -61,8 +71,8 @@ def test_sampled_equals_the_loop(seed):
 def test_dense_q_equals_the_sparse_one(seed):
     probs, drafts, ids, q, *rest = random_case(seed, 16)
     dense = torch.zeros(*drafts.shape, VOCAB).scatter_(2, ids, q)
-    expected = accept_sampled(probs, drafts, ids, q, *rest)
-    for a, b in zip(accept_sampled(probs, drafts, None, dense, *rest), expected, strict=True):
+    expected = accept_aligned(probs, drafts, ids, q, *rest)
+    for a, b in zip(accept_aligned(probs, drafts, None, dense, *rest), expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -74,14 +84,14 @@ def test_what_lies_past_the_cutoff_does_not_matter(seed, dense):
     candidates = None if dense else ids
     if dense:
         q = torch.zeros(*drafts.shape, VOCAB).scatter_(2, ids, q)
-    before = accept_sampled(probs, drafts, candidates, q, verify_lens, *uniforms)
+    before = accept_aligned(probs, drafts, candidates, q, verify_lens, *uniforms)
     position = torch.arange(GAMMA + 1)
     past = position >= verify_lens[:, None]
     probs[past] = float("nan")
     q[past[:, 1:]] = float("nan")
     drafts[past[:, 1:]] = 0
-    after = accept_sampled(probs, drafts, candidates, q, verify_lens, *uniforms)
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    after = accept_aligned(probs, drafts, candidates, q, verify_lens, *uniforms)
+    assert all(torch.equal(x, y) for x, y in zip(before[:2], after[:2], strict=True))
 
 
 @settings(deadline=None, max_examples=60)
@@ -93,11 +103,11 @@ def test_greedy_cuts_the_longest_match_and_reads_the_row_after_it(seed):
         torch.randint(3, (16, GAMMA), generator=g),
     )
     verify_lens = torch.randint(1, GAMMA + 2, (16,), generator=g)
-    count, token = accept_greedy(target, drafts, verify_lens)
-    whole, _ = accept_greedy(target, drafts, torch.full((16,), GAMMA + 1))
+    count, token, matched = accept_greedy(target, drafts, verify_lens)
+    whole, _, _ = accept_greedy(target, drafts, torch.full((16,), GAMMA + 1))
     for r, length in enumerate(verify_lens.tolist()):
         raw = next((k for k in range(GAMMA) if target[r, k] != drafts[r, k]), GAMMA)
-        assert whole[r] == raw
+        assert whole[r] == matched[r] == raw
         assert count[r] == min(raw, length - 1)
         assert token[r] == target[r, count[r]]
     past = torch.arange(GAMMA + 1) >= verify_lens[:, None]
@@ -107,12 +117,28 @@ def test_greedy_cuts_the_longest_match_and_reads_the_row_after_it(seed):
     assert torch.equal(again[1], token)
 
 
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_packed_rows_are_enough(seed):
+    """Only verified rows exist, packed, with other people's rows around them; past the cutoff anything is named."""
+    probs, drafts, ids, q, verify_lens, *uniforms = random_case(seed, 16)
+    position = torch.arange(GAMMA + 1)
+    verified = position < verify_lens[:, None]
+    packed = torch.cat((torch.full((3, VOCAB), float("nan")), probs[verified], torch.full((5, VOCAB), 9.0)))
+    block_rows = 3 + (verified.flatten().cumsum(0) - 1).view(verified.shape)
+    expected = accept_aligned(probs, drafts, ids, q, verify_lens, *uniforms)
+    found = accept_sampled(packed, block_rows, drafts, ids, q, verify_lens, *uniforms)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
 def test_greedy_by_hand():
     target = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    count, token = accept_greedy(target, drafts, torch.tensor([4, 4, 2, 4, 1]))
+    count, token, matched = accept_greedy(target, drafts, torch.tensor([4, 4, 2, 4, 1]))
     assert count.tolist() == [3, 1, 1, 0, 0]
     assert token.tolist() == [4, 2, 2, 9, 1]
+    assert matched.tolist() == [3, 1, 3, 0, 3]
 
 
 def draw_first_two(num, q, lie=False):
@@ -125,7 +151,7 @@ def draw_first_two(num, q, lie=False):
     drafts = ids[drawn][:, None]
     probs = torch.stack([p_first.expand(num, -1), p_second[drafts[:, 0]]], 1)
     candidates, q = ids.expand(num, 1, -1), q.expand(num, 1, -1)
-    count, token = accept_sampled(
+    count, token, _ = accept_aligned(
         probs, drafts, candidates, q, torch.full((num,), 2), u[:, :1, 1], u[:, :, 2]
     )
     first = torch.where(count > 0, drafts[:, 0], token)

@@ -196,7 +196,8 @@ def test_cap_accept_without_costs_cuts_hopeless_drafts(folders, caplog):
     assert "without step costs a cap is set wherever a draft is hopeless" in caplog.text
 
 
-def test_measured_once_and_then_read(folders, tmp_path, caplog):
+def test_measured_once_and_then_read(folders, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(adaptive_build, "WORST_ERROR_TO_KEEP", float("inf"))  # however busy the machine is
     first = build(folders, "dflash2", speculative_cost_table="measured")
     assert first.ready.info["speculative_cost_table_source"] == "measured at start-up"
     assert "step costs: measured in" in caplog.text
@@ -245,7 +246,9 @@ def test_correction_by_step_times(folders, tmp_path, args, corrects):
     harness = build(folders, "dflash2", speculative_dspark_sps_table_path=path, **args)
     planner = harness._worker.adaptive.planner
     assert harness.ready.info["cost_table_correction"] is corrects
-    assert (planner.correction is not None, planner.plain_correction is not None) == (corrects, corrects)
+    switched_on = not args or "mode" in args  # in cap-accept they wait for a switch to compact
+    has_corrections = (planner.correction is not None, planner.plain_correction is not None)
+    assert has_corrections == (switched_on, switched_on)
     harness._worker.adaptive.source.num_refits = 100
     harness.run([Job([5] * 9, 30), Job([6] * 9, 30)])
     state = harness.scheduler.verification_state()
@@ -291,3 +294,40 @@ def test_the_shipped_calibration_fits_the_shipped_head():
     temperatures = json.loads(path.read_text())["temperatures"]
     assert harness._worker.adaptive.source.summary()["temperatures"] == pytest.approx(temperatures)
     assert harness.scheduler.verification_state()["confidence_is_ready"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode", "args", "environ", "words"),
+    [
+        ("dspark", "static", {}, {}, "in mode cap-accept alone: add --ragged-verify-mode cap-accept"),
+        ("dspark", "compact", {}, {}, "in mode cap-accept alone"),
+        ("headless", "cap-accept", {}, {}, "the draft has no confidence head"),
+        ("dflash2", "cap-accept", {}, {}, "the draft has no confidence head"),
+        (
+            "dspark",
+            "cap-accept",
+            {"speculative_dspark_confidence_sts_path": "sts.json"},
+            {},
+            "leave --speculative-dspark-confidence-sts-path out",
+        ),
+        ("dspark", "cap-accept", {}, {"SGLANG_SIMULATE_ACC_LEN": "1"}, "no draft is accepted, whatever"),
+        ("dspark", "cap-accept", {}, {"SGLANG_DSPARK_STS_COLLECT_PATH": "no/r"}, "there is no folder no"),
+    ],
+)
+def test_records_are_collected_where_they_mean_something(
+    folders, tmp_path, monkeypatch, draft, mode, args, environ, words
+):
+    for name, value in {"SGLANG_DSPARK_STS_COLLECT_PATH": str(tmp_path / "r"), **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"SGLANG_DSPARK_STS_COLLECT_PATH: .*{words}"):
+        build(folders, draft, mode, **args)
+
+
+def test_records_of_two_runs_do_not_mix(folders, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_DSPARK_STS_COLLECT_PATH", str(tmp_path / "r"))
+    harness = build(folders, "dspark", "cap-accept", speculative_cost_table="measured")
+    assert harness._worker.adaptive.planner.table is None  # everything is verified, nothing was measured
+    assert f"collected into {tmp_path / 'r'}.<number>.pt" in caplog.text
+    (tmp_path / "r.3.pt").touch()
+    with pytest.raises(ValueError, match=r"r\.3\.pt exists, and records of two runs must not mix"):
+        build(folders, "dspark", "cap-accept")

@@ -102,6 +102,9 @@ def test_answers_carry_sglangs_names():
     assert details["spec_cap_length"] == (1 + 3 + 2 * 4) / 4
     assert details["spec_cap_lens_histogram"] == [0, 1, 0, 1, 2]
     assert details["spec_accept_rate"] == 5 / 28
+    assert "spec_block_accept_length" not in details
+    uncapped = SpeculativeStats(4, 28, 9, 5, [1, 2, 0, 1], [0, 1, 0, 1, 2], num_uncapped_tokens=11)
+    assert spec_details(choice_of(uncapped))["spec_block_accept_length"] == 11 / 4
 
 
 CHEAP = SpsCostTable((1, 4, 8, 12), (100.0, 99.9, 99.8, 99.7), 12)

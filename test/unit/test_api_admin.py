@@ -32,7 +32,7 @@ def test_settings_are_answered_per_rank(server, method):
         {},
         {"server_args": None},
         {"server_args": [1]},
-        {"server_args": {"a": "1"}},
+        {"server_args": {"a": "1" * 65}},
         {"server_args": {"a": [1]}},
         {"server_args": {"a" * 600: 1}},
         {"server_args": {str(i): 1 for i in range(100)}},

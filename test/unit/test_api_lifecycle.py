@@ -297,12 +297,16 @@ def test_a_signal_while_loading(folder):
         assert server.wait_exit(15) == 0
 
 
-def test_unavailable_environment_is_refused(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SGLANG_SIMULATE_ACC_LEN", "2.0"), ("SGLANG_DSPARK_DEBUG_DUMP", "core,step_gpu_time")],
+)
+def test_unavailable_environment_is_refused(folder, monkeypatch, capsys, name, value):
     from flashspark.launch_server import main
 
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.0")
+    monkeypatch.setenv(name, value)
     assert main(["--model-path", str(folder)]) == 2
-    assert "SGLANG_SIMULATE_ACC_LEN" in capsys.readouterr().err
+    assert name in capsys.readouterr().err
 
 
 def test_keys_stay_out_of_the_launch_command():

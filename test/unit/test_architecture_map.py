@@ -89,7 +89,7 @@ def test_every_dependency_is_explained_and_used() -> None:
         for folder in ("python/flashspark", "scripts")
         for path in (ROOT / folder).rglob("*.py")
     )
-    modules = {"pyzmq": "zmq", "pyyaml": "yaml"}
+    modules = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
     unused = [
         name
         for name in names

@@ -84,7 +84,6 @@ def test_spellings(argv, field, value):
         (["--speculative-cost-table", "t.json"], ["--speculative-cost-table t.json", "measured, none"]),
         (["--speculative-min-drafts-every", "-1"], ["--speculative-min-drafts-every -1", "at least 0"]),
         (["--speculative-verify-tier-tokens", "0"], ["--speculative-verify-tier-tokens 0", "at least 1"]),
-        (["--enable-metrics"], ["--enable-metrics", "not available yet"]),
         (["--quantization", "fp8"], ["--quantization fp8", "leave it out"]),
         (["--speculative-algorithm", "EAGLE3"], ["--speculative-algorithm EAGLE3", "use DFLASH"]),
         (
@@ -309,14 +308,25 @@ def test_other_simulated_acceptance_is_refused(environ, reason):
         ({"SGLANG_DSPARK_ENABLE_SPS_RECORD": "1"}, ("core", "step_cpu_time")),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "core"}, ("core",)),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "step_cpu_time,core"}, ("core", "step_cpu_time")),
-        ({"SGLANG_DSPARK_DEBUG_DUMP": "all"}, ("core", "step_cpu_time")),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "reqs"}, ("core", "reqs")),
+        (
+            {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_ENABLE_SPS_RECORD": "1"},
+            ("core", "step_cpu_time", "reqs"),
+        ),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "all"}, ("core", "step_cpu_time", "reqs")),
     ],
 )
-def test_record_components(environ, expected, caplog):
+def test_record_components(environ, expected):
     assert envs.record_components(environ) == expected
-    assert not caplog.text
 
 
-def test_record_components_that_there_are_not_are_warned_about(caplog):
-    assert envs.record_components({"SGLANG_DSPARK_DEBUG_DUMP": "core,step_gpu_time"}) == ("core",)
-    assert "step_gpu_time" in caplog.text
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *[(name, "GPU's clock and not available on a CPU") for name in envs.GPU_RECORD_COMPONENTS],
+        ("requests", "no such component; there are core, step_cpu_time, reqs and all"),
+    ],
+)
+def test_record_components_that_cannot_be_had_are_refused(name, reason):
+    with pytest.raises(ValueError, match=f"SGLANG_DSPARK_DEBUG_DUMP={name}: .*{reason}"):
+        envs.record_components({"SGLANG_DSPARK_DEBUG_DUMP": f"core,{name}"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashspark.api.app import ROUTES
@@ -156,11 +157,16 @@ def test_the_statistics_it_names_are_those_of_an_answer() -> None:
     choice: Choice = generation.choices[0]
     choice.token_ids = [1, 2, 3]
     choice.speculative = SpeculativeStats(1, 7, 7, 2, [0, 0, 1])
-    native, capped, openai, _ = (re.findall(r"`([\w.]+)`", row[1]) for row in table_rows("where | names"))
+    native, capped, uncapped, openai, _ = (
+        re.findall(r"`([\w.]+)`", row[1]) for row in table_rows("where | names")
+    )
     assert set(native) <= set(spec_details(choice))
     of_static = spec_details(choice)
     choice.speculative = SpeculativeStats(1, 7, 7, 2, [0, 0, 1], [0] * 8 + [1])
-    assert set(capped) == set(spec_details(choice)) - set(of_static)
+    of_ragged = spec_details(choice)
+    assert set(capped) == set(of_ragged) - set(of_static)
+    choice.speculative = msgspec.structs.replace(choice.speculative, num_uncapped_tokens=4)
+    assert set(uncapped) == set(spec_details(choice)) - set(of_ragged)
     assert set(openai) == set(usage([choice], [prompt], False, True)["speculative"])
     modes = SpeculationOptions.model_json_schema()["properties"]["mode"]["enum"]
     assert set(modes) == {"off", "static"}

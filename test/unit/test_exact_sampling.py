@@ -167,10 +167,10 @@ def test_other_drafts_and_none(folders, exact, draft, setting):
 def test_negative_control_without_the_residual(folders, exact, monkeypatch):
     """Drawing from p after a rejection, instead of from max(p - q, 0), must be noticed."""
 
-    def biased(probs, drafts, ids, q, lens, accept_u, final_u):
-        count, _ = accept_sampled(probs, drafts, ids, q, lens, accept_u, final_u)
-        _, token = accept_sampled(probs, drafts, ids, q, count + 1, accept_u, final_u)
-        return count, token
+    def biased(probs, block_rows, drafts, ids, q, lens, *uniforms):
+        count, _, _ = accept_sampled(probs, block_rows, drafts, ids, q, lens, *uniforms)
+        _, token, _ = accept_sampled(probs, block_rows, drafts, ids, q, count + 1, *uniforms)
+        return count, token, count
 
     monkeypatch.setattr(accept_stage, "accept_sampled", biased)
     assert pvalue(draw(folders, "dflash2", SETTINGS["plain"]), exact(SETTINGS["plain"])) < 1e-6

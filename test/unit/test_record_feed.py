@@ -49,6 +49,7 @@ def test_shape():
     feed.add(step(1), 10.0, goes_on=True)
     feed.add(step(2), 10.5, goes_on=True)
     first = {"forward_ct": 1, "bs": 2, "mode": "static", "num_running_reqs": 2, "num_verify_tokens": 8}
+    first["verify_tokens_local"] = 7
     assert json.loads(feed.dump()) == {
         "mode": "static",
         "gamma": 3,

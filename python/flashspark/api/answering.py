@@ -41,6 +41,7 @@ async def complete(request: Request, generation: Generation) -> None:
 
 async def stream(request: Request, generation: Generation, form: StreamFormat) -> EventStream:
     """An event stream. Its 200 waits for the first tokens: what fails before them can still be a status."""
+    generation.is_streaming = True
     try:
         first = await unless_disconnected(request.receive, generation.updates())
     except BaseException:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import flashspark
 
-from . import admin, native, openai, text_routes
+from . import admin, metrics, native, openai, text_routes
 from .context import ServerContext
 from .errors import RequestError, error_response, unavailable
 from .middleware import KeyMiddleware, RequestIdMiddleware
@@ -43,6 +43,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/get_model_info", ("GET",), admin.model_info),
     ("/server_info", ("GET",), admin.server_info),
     ("/get_server_info", ("GET",), admin.server_info),
+    ("/metrics", ("GET",), metrics.metrics),
+    ("/metrics/{path:path}", ("GET",), metrics.metrics),
     ("/get_load", ("GET",), admin.get_load),
     ("/abort_request", ("POST",), admin.abort_request),
     ("/flush_cache", ("GET", "POST"), admin.flush_cache),

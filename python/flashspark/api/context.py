@@ -20,6 +20,7 @@ from flashspark.text import ChatTemplateError, TextTokenizer, TokenizerLoadError
 from .engine_client import EngineClient
 from .errors import RequestError, unavailable
 from .generation import Generation
+from .metrics import RequestMetrics
 from .protocol import NativeSampling
 from .sampling import Limits, chat_defaults
 from .wire import BodyTooLarge, read_body
@@ -59,6 +60,7 @@ class ServerContext:
         self.model_config = _read_json_object(Path(args.model_path) / "config.json")
         self.chat_defaults = self._chat_defaults()
         self.native_defaults = self._native_defaults()
+        self.metrics = RequestMetrics(args.served_model_name or "") if args.enable_metrics else None
         self.health_timeout_s = envs.HEALTH_CHECK_TIMEOUT_S.get()
 
     @property
@@ -129,6 +131,7 @@ class ServerContext:
         """Submits a call's requests unless the queue is full."""
         self.check_serving()
         self._check_queue(len(generation.choices))
+        generation.metrics = self.metrics
         generation.start(self.engine)
         if self.args.log_requests:
             self._log(generation, client_id)

@@ -14,8 +14,11 @@ from flashspark.ipc import (
     ApiChannel,
     GenerateRequest,
     Heartbeat,
+    MetricsReply,
+    MetricsRequest,
     RequestOutput,
     SchedulerFailed,
+    SchedulerMetrics,
     SchedulerReady,
     SetStateReply,
     SetStateRequest,
@@ -169,13 +172,18 @@ class EngineClient:
         """Counters and live values of the scheduler; raises `TimeoutError` when it does not answer."""
         return await self._ask(StateRequest(next(self._query_ids)), timeout_s)
 
+    async def metrics(self, timeout_s: float = 5.0) -> SchedulerMetrics:
+        """The scheduler's part of /metrics; raises `TimeoutError` when it does not answer."""
+        reply: MetricsReply = await self._ask(MetricsRequest(next(self._query_ids)), timeout_s)
+        return reply.metrics
+
     async def set_state(
-        self, values: dict[str, bool | int | float | None], timeout_s: float = 30.0
+        self, values: dict[str, bool | int | float | str | None], timeout_s: float = 30.0
     ) -> SetStateReply:
         """Changes live settings between two steps, all or none; the reply says why where it is none."""
         return await self._ask(SetStateRequest(next(self._query_ids), values), timeout_s)
 
-    async def _ask(self, query: StateRequest | SetStateRequest, timeout_s: float) -> Any:
+    async def _ask(self, query: StateRequest | MetricsRequest | SetStateRequest, timeout_s: float) -> Any:
         if self.failure is not None:
             raise EngineDead(self.failure)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -225,7 +233,7 @@ class EngineClient:
                 case Heartbeat():
                     self._last_progress_s = time.monotonic()
                     self.heartbeat = message
-                case StateReply() | SetStateReply():
+                case StateReply() | MetricsReply() | SetStateReply():
                     future = self._queries.get(message.query_id)
                     if future is not None and not future.done():
                         future.set_result(message)

@@ -19,6 +19,7 @@ from flashspark.text import StopMatcher, TextTokenizer
 
 from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
 from .errors import RequestError, unavailable
+from .metrics import RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Choice:
         self.speculative = SpeculativeStats()  # stays empty without speculation
         self.num_cached_tokens = 0
         self.num_retractions = 0
+        self.last_token_s: float | None = None  # kept by `RequestMetrics`
         self._detokenizer = tokenizer.detokenizer(prompt.sampling.skip_special_tokens)
         self._matcher = StopMatcher(prompt.sampling.stop)
         self._num_text_taken = 0
@@ -130,6 +132,8 @@ class Generation:
     ) -> None:
         self.prompts = list(prompts)
         self.speculation = speculation
+        self.metrics: RequestMetrics | None = None
+        self.is_streaming = False
         self.started_s = time.monotonic()
         self.created = int(time.time())
         self.choices: list[Choice] = []
@@ -188,10 +192,19 @@ class Generation:
         for output in outputs:
             choice = self._by_id[output.request_id]
             choice.apply(output)
+            self._observe(choice, len(output.token_ids))
             changed_by_id[output.request_id] = choice
             if output.finish is not None and output.finish.type == "abort":
                 self._raise_if_ordered(output.finish)
         return list(changed_by_id.values())
+
+    def _observe(self, choice: Choice, num_new: int) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.observe_tokens(choice, num_new, self.started_s, self.is_streaming)
+        if choice.finish is not None:
+            num_prompt, num_output = len(choice.prompt.input_ids), len(choice.token_ids)
+            self.metrics.observe_end(num_prompt, num_output, self.started_s, self.is_streaming)
 
     def _raise_if_ordered(self, finish: FinishReason) -> None:
         status = finish.status_code
@@ -249,6 +262,8 @@ def spec_details(choice: Choice) -> dict[str, Any]:
         num_rows = sum(length * count for length, count in enumerate(stats.verify_histogram))
         details["spec_cap_length"] = num_rows / stats.num_verify_steps
         details["spec_cap_lens_histogram"] = stats.verify_histogram
+    if stats.num_uncapped_tokens is not None:  # in cap-accept alone
+        details["spec_block_accept_length"] = stats.num_uncapped_tokens / stats.num_verify_steps
     return details
 
 

@@ -257,8 +257,15 @@ class AbortBody(RequestModel):
     abort_message: Identifier | None = None
 
 
-LiveValue = bool | Annotated[int, Field(ge=-INT64, le=INT64 - 1)] | float | None
 MAX_LIVE_SETTINGS = 64
+MAX_LIVE_TEXT = 64
+LiveValue = (
+    bool
+    | Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
+    | float
+    | Annotated[str, Field(max_length=MAX_LIVE_TEXT)]
+    | None
+)
 
 
 class SetInternalStateBody(RequestModel):

@@ -125,7 +125,7 @@ class ServerArgs:
     skip_server_warmup: bool = flag(False, "no internal request before ready")
     watchdog_timeout: float = flag(300.0, "seconds a step may take before the server ends", minimum=1)
     shutdown_timeout: float = flag(30.0, "seconds running requests get to finish after SIGTERM", minimum=0)
-    enable_metrics: bool = neutral(False, help="Prometheus metrics")
+    enable_metrics: bool = flag(False, "Prometheus metrics at /metrics")
 
     # Scheduler and memory
     max_running_requests: int | None = flag(

@@ -9,15 +9,18 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.engine.build import Engine
 from flashspark.engine.fingerprint import device_fingerprint, folder_fingerprint, version_fingerprint
 from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.calibration import StsCalibration, load_sts
+from flashspark.speculative.confidence import ConfidenceSource
 from flashspark.speculative.cost_table import (
     CostCorrection,
     CostTable,
@@ -34,6 +37,7 @@ from flashspark.speculative.startup_table import (
     StepTimer,
     measure_tables,
 )
+from flashspark.speculative.sts_records import CollectingHead, record_files
 from flashspark.speculative.table_cache import FORMAT, Fingerprint, StoredTables, TableCache, cache_folder
 from flashspark.speculative.tiers import TierGrid, TierRule, spaced
 from flashspark.speculative.worker import SpeculativeWorker
@@ -44,6 +48,7 @@ WORST_ERROR_TO_KEEP = 0.1  # mean relative error of the fit
 _MODE = "--ragged-verify-mode (SGLANG_RAGGED_VERIFY_MODE)"
 _TABLE = "--speculative-dspark-sps-table-path"
 _STS = "--speculative-dspark-confidence-sts-path"
+_COLLECT = envs.DSPARK_STS_COLLECT_PATH.name
 
 T = TypeVar("T")
 Info = dict[str, int | float | str | bool | list[int | str] | None]
@@ -56,6 +61,7 @@ class AdaptiveInputs:
     mode: VerifyMode
     table: SpsCostTable | SpsAdditiveCostTable | None = None
     calibration: StsCalibration | None = None
+    collect_stem: str = ""  # records for a calibration go there; empty: none are kept
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def read_inputs(args: ServerArgs) -> AdaptiveInputs:
         ValueError: a mode that cannot work with these flags, or a file that cannot be read.
     """
     mode = VerifyMode(args.ragged_verify_mode)
+    collect_stem = _collect_stem(args, mode)
     if mode is VerifyMode.STATIC:
         for name, value in (
             (_TABLE, args.speculative_dspark_sps_table_path),
@@ -93,7 +100,32 @@ def read_inputs(args: ServerArgs) -> AdaptiveInputs:
         mode,
         _named(_TABLE, load_cost_table, table_path) if table_path else None,
         _named(_STS, load_sts, sts_path) if sts_path else None,
+        collect_stem,
     )
+
+
+def _collect_stem(args: ServerArgs, mode: VerifyMode) -> str:
+    """Where records for a calibration go; empty if nobody asked for any."""
+    stem = envs.DSPARK_STS_COLLECT_PATH.get()
+    if not stem:
+        return ""
+    if mode is not VerifyMode.CAP_ACCEPT:
+        raise ValueError(
+            f"{_COLLECT}: records are collected in mode cap-accept alone: add --ragged-verify-mode cap-accept"
+        )
+    if args.speculative_dspark_confidence_sts_path:
+        raise ValueError(f"{_COLLECT}: a calibration is fitted to an uncalibrated head: leave {_STS} out")
+    if envs.simulated_accept_length() is not None:
+        raise ValueError(
+            f"{_COLLECT}: with {envs.SIMULATE_ACC_LEN.name} no draft is accepted, whatever the head says"
+        )
+    if files := record_files(stem):
+        raise ValueError(
+            f"{_COLLECT}: {files[0]} exists, and records of two runs must not mix: move it or give another stem"
+        )
+    if not Path(stem).parent.is_dir():
+        raise ValueError(f"{_COLLECT}: there is no folder {Path(stem).parent}")
+    return stem
 
 
 def build_adaptive(
@@ -111,7 +143,7 @@ def build_adaptive(
     if inputs.mode is VerifyMode.STATIC:
         return None, {"speculative_cost_table_source": None}
     _check_engine(inputs.mode, engine, worker)
-    source = make_confidence_source(runner, max_reqs, _temperatures(inputs, engine, worker.gamma))
+    source = _source(inputs, engine, worker.gamma, max_reqs)
     if source is None:
         raise ValueError(
             f"{_MODE} {inputs.mode.value}: {args.speculative_draft_model_path} is a DFlash draft of the first kind, "
@@ -122,9 +154,9 @@ def build_adaptive(
     settings = PlannerSettings(
         gamma=worker.gamma,
         min_drafts_every=args.speculative_min_drafts_every,
-        trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT,
+        trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
-    rows, plain = _corrections(args, inputs.mode, worker.width)
+    rows, plain = _corrections(args, worker.width)
     planner = VerifyPlanner(settings, costs.table, grid, costs.plain, rows, plain)
     _log_costs(costs, planner, max_reqs, worker.width)
     info: Info = {
@@ -133,7 +165,7 @@ def build_adaptive(
         if isinstance(planner.table, SpsCostTable | SpsAdditiveCostTable)
         else None,
         "speculative_confidence_source": "head" if has_confidence_head(runner) else "online estimator",
-        "cost_table_correction": rows is not None,
+        "cost_table_correction": rows is not None and inputs.mode is VerifyMode.COMPACT,
         "verify_request_buckets": list(grid.buckets),
     }
     return AdaptiveVerifier(inputs.mode, planner, source, max_reqs, runner.device), info
@@ -151,6 +183,21 @@ def _check_engine(mode: VerifyMode, engine: Engine, worker: SpeculativeWorker) -
             f"{_MODE} {mode.value}: a block of {worker.width} row has no draft to trim; raise "
             "--speculative-num-draft-tokens to 2 or more, or use static"
         )
+
+
+def _source(inputs: AdaptiveInputs, engine: Engine, gamma: int, max_reqs: int) -> ConfidenceSource | None:
+    runner = engine.runner
+    if not inputs.collect_stem:
+        return make_confidence_source(runner, max_reqs, _temperatures(inputs, engine, gamma))
+    if not has_confidence_head(runner):
+        raise ValueError(
+            f"{_COLLECT}: the draft has no confidence head, so there is nothing to calibrate; unset it"
+        )
+    logger.info(
+        "confidence records: collected into %s.<number>.pt; every draft is verified, whatever it costs",
+        inputs.collect_stem,
+    )
+    return CollectingHead(max_reqs, gamma, runner.device, inputs.collect_stem)
 
 
 def _temperatures(inputs: AdaptiveInputs, engine: Engine, gamma: int) -> tuple[float, ...] | None:
@@ -175,6 +222,8 @@ def _costs(
     args: ServerArgs, inputs: AdaptiveInputs, engine: Engine, worker: SpeculativeWorker, grid: TierGrid
 ) -> _Costs:
     """A file wins; then what is measured, now or at an earlier start; then nothing."""
+    if inputs.collect_stem:
+        return _Costs(None, None, "none")
     if inputs.table is not None:
         return _Costs(inputs.table, None, f"file {args.speculative_dspark_sps_table_path}")
     if args.speculative_cost_table == "none":
@@ -242,15 +291,9 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
     }
 
 
-def _corrections(
-    args: ServerArgs, mode: VerifyMode, width: int
-) -> tuple[CostCorrection | None, CostCorrection | None]:
-    """Of the table by rows and of draft-free steps by requests; None where step times must not steer plans.
-
-    In cap-accept the planned rows are not what runs, so its step times say nothing about the plan's price.
-    """
-    asks_for_repeatability = args.disable_cost_table_correction or args.enable_deterministic_inference
-    if asks_for_repeatability or mode is VerifyMode.CAP_ACCEPT:
+def _corrections(args: ServerArgs, width: int) -> tuple[CostCorrection | None, CostCorrection | None]:
+    """Of the table by rows and of draft-free steps by requests; None where step times must not steer plans."""
+    if args.disable_cost_table_correction or args.enable_deterministic_inference:
         return None, None
     max_reqs = args.max_running_requests
     assert max_reqs is not None

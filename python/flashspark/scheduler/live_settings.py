@@ -1,67 +1,173 @@
-"""What `/set_internal_state` may change while the server runs: validated as a whole, then applied as a whole."""
+"""What `/set_internal_state` may change while the server runs: validated as a whole, then applied as a whole.
+
+Most switches want an idle server. With them, one server runs every arm of an interleaved benchmark.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 
+from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.worker import SpeculativeWorker
 
 from .record_feed import RecordFeed
 
-Value = bool | int | float | None
+Value = bool | int | float | str | None
+Change = Callable[[], None]
 
 _LOSSLESS_ONLY = frozenset({"speculative_accept_threshold_single", "speculative_accept_threshold_acc"})
+
+
+class Refusal(Exception):
+    """Why a setting cannot be changed."""
 
 
 class LiveSettings:
     """The switches of one scheduler. `apply` is called between two steps."""
 
-    def __init__(self, worker: SpeculativeWorker, feed: RecordFeed | None) -> None:
-        self._worker, self._feed = worker, feed
+    def __init__(self, worker: SpeculativeWorker) -> None:
+        self._worker = worker
+        self._trained_width = worker.width
+        self._verifier: AdaptiveVerifier | None = None  # as built, also while verification is static
+        self.feed: RecordFeed | None = None
+        self._settings: dict[str, Callable[[Value], Change]] = {
+            "dspark_force_budget_frac": self._pin,
+            "dspark_clear_info_records": self._clear_records,
+            "ragged_verify_mode": self._set_mode,
+            "speculative_max_verify_len": self._set_max_verify_len,
+            "speculative_num_draft_tokens": self._set_width,
+            "speculation": self._set_speculation,
+        }
+        self._next_mode, self._next_width, self._is_idle = VerifyMode.STATIC, 0, True
 
     def apply(self, values: Mapping[str, Value], is_idle: bool) -> str | None:
         """Changes everything and returns None, or changes nothing and returns why."""
-        changes: list[Callable[[], None]] = []
-        for name, value in values.items():
-            change = self._change(name, value, is_idle)
-            if isinstance(change, str):
-                return f"{name}: {change}"
-            changes.append(change)
+        worker = self._worker
+        self._verifier = worker.adaptive or self._verifier
+        # What the others are judged by: the mode and width as they will be.
+        self._next_mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
+        self._next_width, self._is_idle = worker.width, is_idle
+        changes: list[Change] = []
+        order = ("ragged_verify_mode", "speculative_num_draft_tokens")
+        for name in sorted(values, key=lambda name: order.index(name) if name in order else len(order)):
+            try:
+                changes.append(self._change(name, values[name]))
+                if name == "speculative_num_draft_tokens":
+                    changes.append(self._renew_feed)
+            except Refusal as refusal:
+                return f"{name}: {refusal}"
+        if self._next_mode is not VerifyMode.STATIC and self._next_width != self._trained_width:
+            return (
+                "speculative_num_draft_tokens: other widths than the draft's own are for static verification; give "
+                f"{self._trained_width}, or ragged_verify_mode static"
+            )
         for change in changes:
             change()
         return None
 
-    def _change(self, name: str, value: Value, is_idle: bool) -> Callable[[], None] | str:
+    def _change(self, name: str, value: Value) -> Change:
         """How to make one change, or why it cannot be made."""
-        if name == "dspark_force_budget_frac":
-            return self._pin(value, is_idle)
-        if name == "dspark_clear_info_records":
-            if self._feed is None:
-                return "no records are kept: start the server with SGLANG_DSPARK_ENABLE_SPS_RECORD=1"
-            return self._feed.clear if value else _nothing
+        if name in self._settings:
+            return self._settings[name](value)
         if name in _LOSSLESS_ONLY:
-            is_lossless = not isinstance(value, bool) and value == 1.0
-            return _nothing if is_lossless else f"only 1.0 is lossless, got {value}"
-        return "no such setting"
+            if isinstance(value, bool) or value != 1.0:
+                raise Refusal(f"only 1.0 is lossless, got {value}")
+            return _nothing
+        raise Refusal(f"no such setting; there are {', '.join(sorted(self._settings))}")
 
-    def _pin(self, value: Value, is_idle: bool) -> Callable[[], None] | str:
-        adaptive = self._worker.adaptive
-        if adaptive is None:
-            return (
-                "verification is static, every block is verified in full: start the server with "
-                "--ragged-verify-mode compact"
+    def _pin(self, value: Value) -> Change:
+        verifier = self._adaptive_verifier()
+        if value is None:  # at any time: whoever gives up must be able to clean up
+            return lambda: verifier.planner.pin(None)
+        fraction = math.nan if isinstance(value, bool | str) else float(value)
+        if not 0 < fraction <= 1:
+            raise Refusal(f"a fraction in (0, 1], or null to let the planner decide, got {value}")
+        self._check_idle("a budget is pinned")
+        return lambda: verifier.planner.pin(fraction)
+
+    def _clear_records(self, value: Value) -> Change:
+        if self.feed is None:
+            raise Refusal("no records are kept: start the server with SGLANG_DSPARK_ENABLE_SPS_RECORD=1")
+        return self.feed.clear if value else _nothing
+
+    def _set_mode(self, value: Value) -> Change:
+        try:
+            mode = VerifyMode(value)
+        except ValueError:
+            raise Refusal(f"one of {', '.join(mode.value for mode in VerifyMode)}, got {value}") from None
+        self._next_mode, verifier = mode, None
+        if mode is not VerifyMode.STATIC:
+            verifier = self._adaptive_verifier()
+            table = verifier.planner.table
+            if mode is not verifier.mode and (table is None or table.is_uninitialized):
+                raise Refusal(
+                    "without step costs the ragged modes plan differently: start the server in this mode"
+                )
+        self._check_idle("the mode changes")
+
+        def switch() -> None:
+            if verifier is not None:
+                verifier.mode = mode
+            self._worker.adaptive = verifier
+            self._renew_feed()
+
+        return switch
+
+    def _set_max_verify_len(self, value: Value) -> Change:
+        verifier = self._adaptive_verifier()
+        longest = self._trained_width if value is None else value
+        if (
+            isinstance(longest, bool)
+            or not isinstance(longest, int)
+            or not 1 <= longest <= self._trained_width
+        ):
+            raise Refusal(f"rows of a block, 1 … {self._trained_width}, or null for all, got {value}")
+        self._check_idle("the cap changes")
+        return lambda: verifier.planner.limit(longest)
+
+    def _set_width(self, value: Value) -> Change:
+        worker, trained = self._worker, self._trained_width
+        width = trained if value is None else value
+        if trained < 2:
+            raise Refusal("there is no draft: start the server with --speculative-draft-model-path")
+        if isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= trained:
+            raise Refusal(f"rows of a block, 2 … {trained}, or null for all, got {value}")
+        self._check_idle("the block's width changes")
+        self._next_width = width
+        return lambda: worker.set_width(width)
+
+    def _set_speculation(self, value: Value) -> Change:
+        if not isinstance(value, bool):
+            raise Refusal(f"true or false, got {value}")
+        self._check_idle("speculation is switched")
+
+        def switch() -> None:
+            self._worker.speculates = value
+
+        return switch
+
+    def _adaptive_verifier(self) -> AdaptiveVerifier:
+        """The verifier, if verification will be anything but static."""
+        if self._verifier is None or self._next_mode is VerifyMode.STATIC:
+            hint = (
+                "start the server with --ragged-verify-mode compact"
+                if self._verifier is None
+                else "set ragged_verify_mode too"
             )
-        if value is None:
-            return lambda: adaptive.planner.pin(
-                None
-            )  # at any time: whoever gives up must be able to clean up
-        fraction = float(value)
-        if isinstance(value, bool) or not math.isfinite(fraction) or not 0 < fraction <= 1:
-            return f"a fraction in (0, 1], or null to let the planner decide, got {value}"
-        if not is_idle:
-            return "requests are running: a budget is pinned on an idle server only"
-        return lambda: adaptive.planner.pin(fraction)
+            raise Refusal(f"verification is static, every block is verified in full: {hint}")
+        return self._verifier
+
+    def _check_idle(self, what: str) -> None:
+        if not self._is_idle:
+            raise Refusal(f"requests are running: {what} on an idle server only")
+
+    def _renew_feed(self) -> None:
+        """Records of one feed are of one mode and one width."""
+        if self.feed is not None:
+            worker = self._worker
+            mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
+            self.feed.restart(mode.value, worker.width)
 
 
 def _nothing() -> None:

@@ -23,6 +23,8 @@ from flashspark.ipc import (
     AbortRequest,
     GenerateRequest,
     Heartbeat,
+    MetricsReply,
+    MetricsRequest,
     SchedulerChannel,
     SchedulerFailed,
     SchedulerReady,
@@ -69,6 +71,8 @@ class SchedulerService:
             case StateRequest():
                 state = {**self._scheduler.state(), **self._scheduler.verification_state()}
                 self._channel.send(StateReply(message.query_id, state, self._scheduler.info_record()))
+            case MetricsRequest():
+                self._channel.send(MetricsReply(message.query_id, self._scheduler.metrics()))
             case SetStateRequest():
                 refusal = self._scheduler.set_internal_state(message.values)
                 logger.info("live settings %s: %s", message.values, refusal or "changed")
@@ -141,6 +145,7 @@ def main() -> int:
             return 1
         channel.send(ready)
         SchedulerService(scheduler, channel).run()
+        scheduler.close()
         return 0
     except Exception as error:  # whatever it is, the clients must hear it rather than hang
         logger.error("%s", traceback.format_exc())

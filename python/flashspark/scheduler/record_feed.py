@@ -11,9 +11,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from flashspark.speculative.plan_stages import StageRecord
+from flashspark.speculative.planner import Plan
+
+from .request_record import RequestRecord
 from .step_record import StepRecord
 
-CAPACITY = 200_000
+CAPACITY = 200_000  # records
+# Of JSON. Records without requests stay below it; with 48 requests each, some 4,000 steps fit.
+CAPACITY_BYTES = 64 << 20
 LONGEST_INTERVAL_SECONDS = 1.0  # an interval above it holds something else than a step
 
 
@@ -25,6 +31,8 @@ class FeedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: str
     num_running_reqs: int
     num_verify_tokens: int  # rows the target ran, padding included
+    verify_tokens_local: int  # sum of the verify lengths
+    verify_tokens_graph_key: int | None = None  # rows of the planned tier; in cap-accept not what ran
     budget: int | None = None  # drafts above the floors; None: not planned
     lag_steps: int | None = None
     predicted_step_ms: float | None = None
@@ -32,6 +40,52 @@ class FeedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     step_cpu_ms: float | None = (
         None  # since the decode step before it ended; None where that is not one step's time
     )
+    decode_ms: float | None = None  # from the drafts to the tokens on the host, beside `predicted_step_ms`
+    plan: PlanFields | None = None  # these two with the component `reqs`
+    reqs: Sequence[RequestRecord] = ()
+
+
+class PlanFields(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a plan came about, with the component `reqs`. Theta is in expected tokens per second."""
+
+    draft: bool
+    full: bool
+    num_floor_tokens: int  # rows that are not for the budget to decide
+    max_budget: int  # drafts above the floors
+    num_tokens: int  # rows planned, without padding
+    num_fresh: int  # requests whose lagged confidence is their own; the others count as certain
+    num_candidates: int
+    stages: tuple[StageRecord, ...]
+    num_slots: int | None = None  # request slots of the planned tier
+    argmax_budget: int | None = None
+    expected_tokens: float | None = None  # tau, by the lagged confidence
+    full_theta: float | None = None
+    plain_theta: float | None = None
+    table_step_ms: float | None = (
+        None  # the table's own price; predicted_step_ms is corrected by measured times
+    )
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanFields:
+        """What a record tells of `plan`."""
+        record, tier, num_floor_tokens = plan.record, plan.verify.tier, int(plan.floors.sum())
+        table_seconds = record.table_step_seconds
+        return cls(
+            draft=plan.draft,
+            full=plan.verify.full,
+            num_floor_tokens=num_floor_tokens,
+            max_budget=int(plan.caps.sum()) - num_floor_tokens,
+            num_tokens=plan.verify.num_tokens,
+            num_fresh=record.num_fresh,
+            num_candidates=record.num_candidates,
+            stages=record.stages,
+            num_slots=None if tier is None else tier.num_slots,
+            argmax_budget=record.argmax_budget,
+            expected_tokens=record.expected_tokens,
+            full_theta=record.full_theta,
+            plain_theta=record.plain_theta,
+            table_step_ms=None if table_seconds is None else table_seconds * 1e3,
+        )
 
 
 class FeedHeader(msgspec.Struct, frozen=True):
@@ -45,12 +99,20 @@ class FeedHeader(msgspec.Struct, frozen=True):
 
 
 class RecordFeed:
-    """A ring of encoded records. Takes every turn of the loop and keeps those that decoded."""
+    """A ring of encoded records. Takes every turn of the loop and keeps those that decoded.
 
-    def __init__(self, header: FeedHeader, capacity: int = CAPACITY) -> None:
+    The oldest go when there are more than `capacity`, or when all together take more than `capacity_bytes`.
+    """
+
+    def __init__(
+        self, header: FeedHeader, capacity: int = CAPACITY, capacity_bytes: int = CAPACITY_BYTES
+    ) -> None:
         self.header = header
+        self.keeps_requests = "reqs" in header.components
+        self._capacity_bytes, self._num_bytes = capacity_bytes, 0
         self._times_steps = "step_cpu_time" in header.components
-        self._records: deque[bytes] = deque(maxlen=capacity)
+        self._capacity = capacity
+        self._records: deque[bytes] = deque()
         self._encoder = msgspec.json.Encoder()
         self._last_end_seconds: float | None = None  # of the turn before, if it decoded and left work to do
 
@@ -64,28 +126,49 @@ class RecordFeed:
             interval = end_seconds - self._last_end_seconds
             step_cpu_ms = interval * 1e3 if interval <= LONGEST_INTERVAL_SECONDS else None
         self._last_end_seconds = end_seconds if goes_on else None
-        budget = lag_steps = predicted_ms = theta = None
+        budget = lag_steps = predicted_ms = theta = tier_tokens = fields = None
         if (plan := record.plan) is not None:
             budget, lag_steps, theta = plan.verify.budget, plan.record.lag_steps, plan.record.predicted_theta
             if plan.record.predicted_step_seconds is not None:
                 predicted_ms = plan.record.predicted_step_seconds * 1e3
+            if plan.verify.tier is not None:
+                tier_tokens = plan.verify.tier.num_tokens
+            if self.keeps_requests:
+                fields = PlanFields.of(plan)
         feed_record = FeedRecord(
             forward_ct=record.forward_ct,
             bs=record.num_reqs,
-            mode=self.header.mode,
+            mode=record.mode,
             num_running_reqs=record.num_reqs,
             num_verify_tokens=record.num_rows_run,
+            verify_tokens_local=record.num_verify_tokens,
+            verify_tokens_graph_key=tier_tokens,
             budget=budget,
             lag_steps=lag_steps,
             predicted_step_ms=predicted_ms,
             predicted_theta=theta,
             step_cpu_ms=step_cpu_ms,
+            decode_ms=record.decode_ms if self.keeps_requests else None,
+            plan=fields,
+            reqs=record.reqs,
         )
-        self._records.append(self._encoder.encode(feed_record))
+        encoded = self._encoder.encode(feed_record)
+        self._records.append(encoded)
+        self._num_bytes += len(encoded)
+        while len(self._records) > self._capacity or self._num_bytes > self._capacity_bytes:
+            self._num_bytes -= len(self._records.popleft())
 
     def clear(self) -> None:
         """Forgets all records; `forward_ct` goes on rising."""
         self._records.clear()
+        self._num_bytes = 0
+
+    def restart(self, mode: str, width: int) -> None:
+        """From now on steps are of this mode and this block width; forgets those before."""
+        self.header = msgspec.structs.replace(
+            self.header, mode=mode, gamma=width - 1, verify_num_draft_tokens=width
+        )
+        self.clear()
 
     def dump(self) -> bytes:
         """The whole feed as JSON."""

@@ -70,6 +70,9 @@ class Request:
     num_drafted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    num_uncapped_tokens: int | None = (
+        None  # what it would have got without cutoffs; None where that is not known
+    )
     num_steps_without_draft: int = 0  # drafted steps in a row that verified the anchor alone
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
@@ -158,6 +161,15 @@ class Request:
         self.accept_histogram[num_accepted] += 1
         return kept, finish
 
+    def count_uncapped(self, num_uncapped: int, num_kept: int, has_ended: bool) -> int:
+        """Counts what the step would have given without its cutoff, and returns it.
+
+        `num_uncapped` drafts would have been accepted; a request that ended would have ended at the same token.
+        """
+        num_tokens = num_kept if has_ended else num_uncapped + 1
+        self.num_uncapped_tokens = (self.num_uncapped_tokens or 0) + num_tokens
+        return num_tokens
+
     def statistics(self) -> SpeculativeStats:
         """Verify statistics so far."""
         return SpeculativeStats(
@@ -167,4 +179,5 @@ class Request:
             num_accepted=self.num_accepted,
             accept_histogram=list(self.accept_histogram),
             verify_histogram=list(self.verify_histogram),
+            num_uncapped_tokens=self.num_uncapped_tokens,
         )

@@ -55,7 +55,8 @@ class Residency:
             if self.allocator.num_free < wanted + len(self.residents):
                 return
             self.queue.pop(0)
-            pages = self.allocator.allocate(wanted)
+            at_most = num_pages_for(len(request.tokens) - 1 + request.num_remaining, self._page_size)
+            pages = self.allocator.allocate(wanted, at_most)
             assert pages is not None
             self._enter(request, pages)
 
@@ -100,7 +101,7 @@ class Residency:
         missing = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(request.pages)
         if missing <= 0:
             return True
-        while (pages := self.allocator.allocate(missing)) is None:
+        while (pages := self.allocator.extend(request.pages, missing)) is None:
             youngest = self.residents[-1]
             self._retract(youngest)
             if youngest is request:

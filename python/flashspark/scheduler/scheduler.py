@@ -14,18 +14,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
-from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput
+from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
-from flashspark.speculative.types import StepBatch
+from flashspark.speculative.sts_records import CollectingHead
+from flashspark.speculative.types import Accepted, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .live_settings import LiveSettings, Value
+from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
+from .request_record import RequestRecord, request_records
 from .residency import Residency
-from .step_record import StepRecord, decode_log_line, plan_log_line
+from .step_record import DecodeMeans, StepRecord, decode_log_line, plan_log_line
+from .step_totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +74,10 @@ class Scheduler:
         self._num_arrivals = 0
         self._random_seed = random_seed
         self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
+        self._settings = LiveSettings(worker)
         self._feed: RecordFeed | None = None
         self.num_steps = 0
+        self._step_totals = StepTotals()
         self.totals = dict.fromkeys(
             (
                 *("finished", "aborted", "aborted_mid_block", "output_tokens", "verify_steps"),
@@ -102,7 +108,7 @@ class Scheduler:
             arrival=self._num_arrivals,
             seed=self._seed_for(message),
             stop_checker=StopChecker(message, self._eos_token_ids, self._tokenizer),
-            gamma=0 if message.speculation == "off" else self._worker.gamma,
+            gamma=self._worker.gamma if self._worker.speculates and message.speculation != "off" else 0,
             counts_verify_lens=self._worker.adaptive is not None,
         )
         self._requests[request.request_id] = request
@@ -134,17 +140,16 @@ class Scheduler:
                 step_ms=(ended - started) * 1e3,
             )
         )
+        self._step_totals.add(self.records[-1])
         if self._feed is not None:
             self._feed.add(self.records[-1], ended, self.has_work)
         self._log()
 
     def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
         """Keeps a record of every decode step from now on, for profilers."""
-        worker = self._worker
-        mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
-        self._feed = RecordFeed(
-            FeedHeader(mode.value, worker.gamma, worker.width, components, simulate_acc_len)
-        )
+        worker, mode = self._worker, self._verify_mode.value
+        header = FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len)
+        self._feed = self._settings.feed = RecordFeed(header)
 
     def info_record(self) -> bytes | None:
         """`dspark_info_record` as JSON; None where no records are kept."""
@@ -152,11 +157,17 @@ class Scheduler:
 
     def set_internal_state(self, values: Mapping[str, Value]) -> str | None:
         """Changes live settings, all or none; returns why where it is none."""
-        return LiveSettings(self._worker, self._feed).apply(values, is_idle=not self.has_work)
+        return self._settings.apply(values, is_idle=not self.has_work)
 
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
         self._worker.accepts_drafts = False
+
+    def close(self) -> None:
+        """After the last step: writes the confidence records that waited for more."""
+        adaptive = self._worker.adaptive
+        if adaptive is not None and isinstance(adaptive.source, CollectingHead):
+            adaptive.source.close()
 
     @property
     def verify_request_buckets(self) -> list[int]:
@@ -195,9 +206,22 @@ class Scheduler:
             "ragged_verify_mode": adaptive.mode.value,
             "avg_spec_cap_length": self.totals["verify_tokens"] / steps if steps else 0.0,
             "confidence_is_ready": adaptive.source.is_ready,
+            "plan_hash": self._step_totals.plan_hash,
             "pinned_budget_fraction": adaptive.planner.pinned_fraction,
             "cost_table_corrections": 0 if correction is None else correction.num_observations,
         }
+
+    def metrics(self) -> SchedulerMetrics:
+        """What /metrics shows of the scheduler."""
+        limits, gamma = self.limits, self._worker.gamma
+        means = DecodeMeans.of(list(self.records)[-limits.decode_log_interval :], gamma)
+        return scheduler_metrics(
+            self.state(), self._step_totals, means, gamma, limits.max_total_num_tokens, self._worker.adaptive
+        )
+
+    @property
+    def _verify_mode(self) -> VerifyMode:
+        return VerifyMode.STATIC if self._worker.adaptive is None else self._worker.adaptive.mode
 
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
@@ -253,16 +277,18 @@ class Scheduler:
         cap_list = [request.verify_cap for request in running]
         rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
         plan = self._plan(running, row_list, cap_list)
+        batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan)
         started = time.perf_counter()
-        accepted = self._worker.decode(StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan))
+        accepted = self._worker.decode(batch)
         tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
         lens = accepted.verify_lens.tolist()
         seconds = time.perf_counter() - started
         if plan is not None and self._worker.adaptive is not None:
-            self._worker.adaptive.planner.observe_step(plan, seconds)
+            self._worker.adaptive.observe_step(plan, seconds)
             self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
             self.totals["draft_free_steps"] += not plan.draft
-        num_output_tokens = 0
+        num_uncapped = self._num_uncapped(accepted, batch)
+        num_kept, num_uncapped_tokens = [-1] * len(running), 0
         drafts = plan is None or plan.draft
         is_finite = accepted.is_finite.tolist()
         for i, request in enumerate(running):
@@ -272,23 +298,43 @@ class Scheduler:
                 continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
             kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
-            num_output_tokens += len(kept)
+            num_kept[i] = len(kept)
+            if num_uncapped is not None:
+                ended = finish is not None
+                num_uncapped_tokens += request.count_uncapped(num_uncapped[i], len(kept), ended)
+            self.totals["verify_tokens"] += lens[i]
             self.totals["verify_steps"] += 1
             if finish is None:
                 self._send(self._output(request, kept))
             else:
                 self.totals["finished"] += 1
                 self._end(request, kept, finish)
+        num_output_tokens = sum(kept for kept in num_kept if kept > 0)
         self.totals["output_tokens"] += num_output_tokens
-        self.totals["verify_tokens"] += sum(lens)
+        reqs: Sequence[RequestRecord] = ()
+        if self._feed is not None and self._feed.keeps_requests:
+            reqs = request_records(running, batch, accepted, num_kept, num_uncapped)
         return StepRecord(
             num_reqs=len(running),
             num_verify_tokens=sum(lens),
             num_rows_run=accepted.num_rows_run,
             num_output_tokens=num_output_tokens,
+            num_full_tokens=sum(cap_list),
+            num_uncapped_tokens=None if num_uncapped is None else num_uncapped_tokens,
             decode_ms=seconds * 1e3,
+            mode=self._verify_mode.value,
             plan=plan,
+            reqs=reqs,
         )
+
+    def _num_uncapped(self, accepted: Accepted, batch: StepBatch) -> list[int] | None:
+        """Drafts each request would have accepted without a cutoff; None where their rows were not computed."""
+        if self._verify_mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
+            return None
+        if batch.plan is not None and not batch.plan.draft:
+            return [0] * len(batch.cap_list)
+        pairs = zip(accepted.num_matched.tolist(), batch.cap_list, strict=True)
+        return [min(num_matched, cap - 1) for num_matched, cap in pairs]
 
     def _plan(self, running: list[Request], row_list: list[int], cap_list: list[int]) -> Plan | None:
         """How much of each block to verify; None in static mode, where that is not a question."""

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
+
+from .request_record import RequestRecord
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,60 @@ class StepRecord:
     num_verify_tokens: int = 0  # sum of the verify lengths
     num_rows_run: int = 0  # packed rows that the target ran, padding included
     num_output_tokens: int = 0
+    num_full_tokens: int = 0  # rows of everybody's full block
+    num_uncapped_tokens: int | None = None  # output tokens without cutoffs; None where that is not known
     step_ms: float = 0.0
     decode_ms: float = 0.0  # of it, from the plan to the tokens on the host
+    mode: str = VerifyMode.STATIC.value  # how its blocks were verified
     plan: Plan | None = None  # None in static mode, and where nothing decoded
+    reqs: Sequence[RequestRecord] = ()  # where records of requests are kept
+
+
+@dataclass(frozen=True)
+class DecodeMeans:
+    """Means over a stretch of steps, per request and step unless they say otherwise."""
+
+    accept_length: float = 0.0  # output tokens
+    accept_rate: float = (
+        0.0  # of the drafts of full blocks, so that trimming does not change what it is a share of
+    )
+    cap_length: float | None = None  # rows verified; None where nothing was planned
+    block_accept_length: float | None = None  # output tokens without cutoffs; None where that is not known
+    gen_throughput: float = 0.0  # output tokens per second
+    step_time_error_s: float | None = (
+        None  # predicted minus measured, per step; None where nothing was predicted
+    )
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord], gamma: int) -> DecodeMeans:
+        """The means of `records`, some of which may not have decoded."""
+        records = [record for record in records if record.num_reqs]
+        if not records:
+            return cls()
+        num_verified = sum(record.num_reqs for record in records)
+        num_output = sum(record.num_output_tokens for record in records)
+        seconds = sum(record.step_ms for record in records) / 1e3
+        uncapped = [r.num_uncapped_tokens for r in records if r.num_uncapped_tokens is not None]
+        times = predicted_and_measured_ms(records)
+        errors = [predicted_ms - measured_ms for predicted_ms, measured_ms in times]
+        is_planned = any(record.plan is not None for record in records)
+        return cls(
+            accept_length=num_output / num_verified,
+            accept_rate=(num_output / num_verified - 1) / gamma if gamma else 0.0,
+            cap_length=sum(r.num_verify_tokens for r in records) / num_verified if is_planned else None,
+            block_accept_length=sum(uncapped) / num_verified if len(uncapped) == len(records) else None,
+            gen_throughput=num_output / max(seconds, 1e-9),
+            step_time_error_s=sum(errors) / len(errors) / 1e3 if errors else None,
+        )
+
+
+def predicted_and_measured_ms(records: Sequence[StepRecord]) -> list[tuple[float, float]]:
+    """What planned steps were to take and took, those without a price left out."""
+    return [
+        (record.plan.record.predicted_step_seconds * 1e3, record.decode_ms)
+        for record in records
+        if record.plan is not None and record.plan.record.predicted_step_seconds is not None
+    ]
 
 
 def decode_log_line(
@@ -32,20 +86,16 @@ def decode_log_line(
     num_queued: int,
 ) -> str:
     """The line that scripts parse from an SGLang log, over a stretch of steps."""
-    num_verified = sum(record.num_reqs for record in records)
-    num_output = sum(record.num_output_tokens for record in records)
-    seconds = sum(record.step_ms for record in records) / 1e3
-    accept_len = num_output / num_verified if num_verified else 0.0
+    means = DecodeMeans.of(records, gamma)
     speculative = ""
     if gamma:
-        speculative = f"accept len: {accept_len:.2f}, accept rate: {(accept_len - 1) / gamma:.2f}, "
-        if num_verified and any(record.plan is not None for record in records):
-            cap_len = sum(record.num_verify_tokens for record in records) / num_verified
-            speculative += f"cap len: {cap_len:.2f}, "
+        speculative = f"accept len: {means.accept_length:.2f}, accept rate: {means.accept_rate:.2f}, "
+        if means.cap_length is not None:
+            speculative += f"cap len: {means.cap_length:.2f}, "
     return (
         f"Decode batch, #running-req: {records[-1].num_reqs}, #token: {num_used_tokens}, "
         f"token usage: {num_used_tokens / max_total_num_tokens:.2f}, {speculative}"
-        f"gen throughput (token/s): {num_output / max(seconds, 1e-9):.2f}, #queue-req: {num_queued}"
+        f"gen throughput (token/s): {means.gen_throughput:.2f}, #queue-req: {num_queued}"
     )
 
 
@@ -56,15 +106,9 @@ def plan_log_line(records: Sequence[StepRecord]) -> str | None:
         return None
     outcomes = Counter(plan_outcome(plan) for _, plan in planned)
     parts = [f"{count} {outcome}" for outcome, count in outcomes.most_common()]
-    predicted = [
-        (plan.record.predicted_step_seconds, record.decode_ms / 1e3)
-        for record, plan in planned
-        if plan.record.predicted_step_seconds is not None
-    ]
-    if predicted:
-        expected_ms, measured_ms = (
-            1e3 * sum(column) / len(predicted) for column in zip(*predicted, strict=True)
-        )
+    times = predicted_and_measured_ms(records)
+    if times:
+        expected_ms, measured_ms = (sum(column) / len(times) for column in zip(*times, strict=True))
         parts.append(f"a step takes {measured_ms:.1f} ms, predicted {expected_ms:.1f}")
     return f"Verify plans of {len(planned)} steps: {', '.join(parts)}"
 

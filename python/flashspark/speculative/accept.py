@@ -42,17 +42,15 @@ def accept(
         best = adjusted_logits.max(-1)
         target_ids[chosen] = best.indices
         is_finite[chosen] &= (best.values.isfinite() | is_cut[chosen]).all(1)
-    num_accepted, following = accept_greedy(target_ids, drafts, verify_lens)
+    num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:
         assert step.uniforms is not None
         chosen = step.sampled
-        chosen_logits = logits[layout.block_rows[chosen]]
-        if adjusted_logits is not None:
-            places, sources = step.adjusted_among_sampled
-            chosen_logits[places] = adjusted_logits[sources]
-        num_accepted[chosen], following[chosen] = accept_sampled(
-            sampling.probs(rows[chosen], chosen_logits, step.truncates),
+        probs, block_rows = _target_probs(logits, layout, rows, adjusted_logits, sampling, step)
+        num_accepted[chosen], following[chosen], num_matched[chosen] = accept_sampled(
+            probs,
+            block_rows,
             drafts[chosen],
             None if draft.candidate_ids is None else draft.candidate_ids[chosen],
             draft.candidate_probs[chosen],
@@ -63,4 +61,38 @@ def accept(
 
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
-    return Accepted(tokens, num_accepted + 1, verify_lens, num_rows_run=logits.shape[0], is_finite=is_finite)
+    return Accepted(
+        tokens=tokens,
+        num_tokens=num_accepted + 1,
+        verify_lens=verify_lens,
+        num_rows_run=logits.shape[0],
+        is_finite=is_finite,
+        num_matched=num_matched,
+        drafts=drafts,
+    )
+
+
+def _target_probs(
+    logits: Tensor,
+    layout: RaggedLayout,
+    rows: Tensor,
+    adjusted_logits: Tensor | None,
+    sampling: SamplingRows,
+    step: StepSampling,
+) -> tuple[Tensor, Tensor]:
+    """What requests that draw are drawn from: float32 [N, V], and where each of their block rows is, int64 [S, W].
+
+    Either of every packed row or of full blocks of those that draw, whichever is less: trimmed blocks must not pay
+    for rows that nobody verified.
+    """
+    assert step.sampled is not None
+    block_rows = layout.block_rows[step.sampled]
+    if adjusted_logits is None and logits.shape[0] <= block_rows.numel():
+        return sampling.probs(rows[layout.requests], logits, step.truncates), block_rows
+    chosen_logits = logits[block_rows]
+    if adjusted_logits is not None:
+        places, sources = step.adjusted_among_sampled
+        chosen_logits[places] = adjusted_logits[sources]
+    lane_rows = rows[step.sampled].repeat_interleave(block_rows.shape[1])
+    probs = sampling.probs(lane_rows, chosen_logits.flatten(0, 1), step.truncates)
+    return probs, torch.arange(block_rows.numel(), device=logits.device).view_as(block_rows)

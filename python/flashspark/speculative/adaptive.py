@@ -41,7 +41,8 @@ class AdaptiveVerifier:
         device: torch.device,
     ) -> None:
         assert mode is not VerifyMode.STATIC, "static verification plans nothing"
-        self.mode, self.planner, self.source = mode, planner, source
+        self.mode: VerifyMode = mode
+        self.planner, self.source = planner, source
         self._relay = ConfidenceRelay(max_reqs, source.gamma, device)
         self._generations = RowGenerations(max_reqs)
         self._eps = planner.settings.survival_eps
@@ -74,6 +75,11 @@ class AdaptiveVerifier:
                 num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
             )
         )
+
+    def observe_step(self, plan: Plan, measured_seconds: float) -> None:
+        """Tells the planner what a step took. In cap-accept the rows planned are not those that ran."""
+        if self.mode is VerifyMode.COMPACT:
+            self.planner.observe_step(plan, measured_seconds)
 
     def publish(self, rows: Tensor, row_list: Sequence[int], signal: Tensor) -> Tensor:
         """Confidence [R, gamma] of the blocks just drafted for `rows`; its relay to the host starts here."""

@@ -25,6 +25,10 @@ class StsCalibration:
         if any(not 0.0 < value < math.inf for value in self.temperatures):
             raise ValueError(f"temperatures must be > 0 and finite, got {list(self.temperatures)}")
 
+    def to_json(self) -> str:
+        """The file's text."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
 
 def load_sts(path: str | Path) -> StsCalibration:
     """Reads a calibration file; unknown keys are passed over.

@@ -220,7 +220,10 @@ class HeadConfidence:
         """See `ConfidenceSource`."""
         outcomes = self._log.drain()
         if outcomes is not None:
-            self._calibration.add(outcomes)
+            self._count(outcomes)
+
+    def _count(self, outcomes: Outcomes) -> None:
+        self._calibration.add(outcomes)
 
     def summary(self) -> Summary:
         """See `ConfidenceSource`."""

@@ -62,7 +62,8 @@ class DSparkDrafter:
         The last gamma rows of the block are the slots: all of them, or all but the anchor's.
         """
         config, target = self._draft.config, self._runner.target
-        z = self._runner.draft_hidden(rows, config.draft_rows)[:, -self.gamma :]
+        num_rows = config.draft_rows - config.gamma + self.gamma
+        z = self._runner.draft_hidden(rows, num_rows)[:, -self.gamma :]
         by_slot = z.transpose(0, 1)  # [g, R, H]: the walk goes slot by slot
         logits = self._draft.scale_logits(target.logits(by_slot.flatten(0, 1)))
         markov = self._draft.markov

@@ -94,5 +94,6 @@ def pack(
             page_table=request_rows.page_table[rows],
             page_size=request_rows.page_size,
         ),
+        requests=packed.request,
         block_rows=packed.block_rows,
     )

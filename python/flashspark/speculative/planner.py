@@ -6,7 +6,7 @@ at is the same on every tensor-parallel rank, and so is what it answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,6 +199,10 @@ class VerifyPlanner:
             raise ValueError(f"a pinned fraction lies in (0, 1], got {fraction}")
         self.pinned_fraction = fraction
         self._draft_free = DraftFreeState()
+
+    def limit(self, max_verify_len: int) -> None:
+        """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
+        self.settings = replace(self.settings, max_verify_len=max_verify_len)
 
     def plan(self, batch: PlanInput) -> Plan:
         """Plans one decode step. Deterministic in its inputs and the planner's own past."""

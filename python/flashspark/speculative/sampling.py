@@ -192,21 +192,14 @@ class SamplingRows:
         ).view(num_reqs, width, vocab_size)
 
     def probs(self, rows: Tensor, logits: Tensor, truncates: bool) -> Tensor:
-        """The serving distribution of requests that draw: `rows` int64 [S], `logits` [S, W, V] -> [S, W, V].
+        """The serving distribution of each logits row: `rows` int64 [N], request rows, `logits` [N, V] -> [N, V].
 
-        `truncates` false promises that none of them uses top-k, top-p or min-p, and saves a sort.
+        `truncates` false promises that nobody who draws uses top-k, top-p or min-p, and saves a sort.
         """
-        width, vocab_size = logits.shape[1:]
-
-        def per_row(vector: Tensor) -> Tensor:
-            return vector[rows].repeat_interleave(width)
-
-        flat = logits.reshape(-1, vocab_size)
-        temperature = per_row(self._temperature)
+        temperature = self._temperature[rows]
         if not truncates:
-            return torch.softmax(flat / temperature[:, None], dim=-1).view(logits.shape)
-        top_k, top_p, min_p = per_row(self._top_k), per_row(self._top_p), per_row(self._min_p)
-        return target_probs(flat, temperature, top_k, top_p, min_p).view(logits.shape)
+            return torch.softmax(logits / temperature[:, None], dim=-1)
+        return target_probs(logits, temperature, self._top_k[rows], self._top_p[rows], self._min_p[rows])
 
     def commit(self, rows: Tensor, step: StepSampling, tokens: Tensor, num_tokens: Tensor) -> None:
         """Counts committed tokens [R, W] (the first `num_tokens[r]` of each) and moves to the next step index."""

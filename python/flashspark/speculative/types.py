@@ -29,7 +29,8 @@ class StepBatch:
 class DraftBlock:
     """Drafts and the distributions they were drawn from (a point mass for greedy rows), mostly sparse ones.
 
-    Requests that were not drafted have zeros everywhere, and a verify length of 1.
+    Requests that were not drafted have zeros everywhere, and a verify length of 1; where that is all of them, gamma
+    is 0.
     """
 
     tokens: Tensor  # int64 [R, gamma]
@@ -48,6 +49,7 @@ class RaggedLayout:
 
     input_ids: Tensor  # int64 [M]
     queries: RaggedQueries
+    requests: Tensor  # int64 [M]: batch index of the request that each packed row is of; any, for padding
     block_rows: Tensor  # int64 [R, W]: packed row of block row i; past the verify length, of the last one
 
 
@@ -55,10 +57,16 @@ class RaggedLayout:
 class Accepted:
     """What a step commits: `tokens[r, :num_tokens[r]]` are accepted drafts and the token that follows them."""
 
-    tokens: Tensor  # int64 [R, W]
+    tokens: Tensor  # int64 [R, W], or [R, 1] where nobody was drafted for
     num_tokens: Tensor  # int64 [R], 1 … W
     verify_lens: Tensor  # int64 [R], rows that could be accepted: num_tokens is at most that
     num_rows_run: int  # packed rows that the target ran, padding included
     is_finite: (
         Tensor  # bool [R]; False: the target gave no number to choose by, and nothing of the row can be used
     )
+    # What only records look at.
+    num_matched: (
+        Tensor  # int64 [R], drafts that would have been accepted without a cutoff, junk past the rows run
+    )
+    drafts: Tensor  # int64 [R, gamma]; zeros where nothing was drafted
+    confidence: Tensor | None = None  # float32 [R, gamma] of the drafts; None where nobody asked for it

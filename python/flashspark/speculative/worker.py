@@ -34,9 +34,17 @@ class SpeculativeWorker:
         self.runner, self.sampling, self.drafter, self.adaptive = runner, sampling, drafter, adaptive
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
+        self.speculates = True  # False: new requests decode without a draft
         self.accepts_drafts = (
             True  # False: drafts are made and verified, and none is kept, for measuring step times
         )
+
+    def set_width(self, width: int) -> None:
+        """Blocks of `width` rows from now on, 2 … what the draft was built for. Nobody holds a row, and adaptive
+        verification, which is built for one width, is not asked to plan others."""
+        assert self.drafter is not None and self.sampling.num_assigned == 0
+        self.gamma = self.drafter.gamma = width - 1
+        self.width = width
 
     def assign(
         self,
@@ -62,17 +70,18 @@ class SpeculativeWorker:
     def decode(self, batch: StepBatch) -> Accepted:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         rows, request_rows = batch.rows, self.runner.request_rows
-        step = self.sampling.begin_step(rows, batch.row_list, self.width)
         members = self._who_drafts(batch)
+        gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
+        step = self.sampling.begin_step(rows, batch.row_list, gamma + 1)
         draft = self._draft(batch, step, members)
-        verify_lens, layout = self._lay_out(batch, draft, members)
+        confidence = self._publish(batch, draft, members) if batch.plan is not None and members else None
+        verify_lens, layout = self._lay_out(batch, draft, confidence)
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
         # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
         cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
         accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step)
-        if not self.accepts_drafts:
-            accepted = replace(accepted, verify_lens=verify_lens)
+        accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
         if self.adaptive is not None and members:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
         self._commit(rows, step, accepted)
@@ -85,13 +94,12 @@ class SpeculativeWorker:
         return [i for i, cap in enumerate(batch.cap_list) if cap > 1]
 
     def _lay_out(
-        self, batch: StepBatch, draft: DraftBlock, members: list[int]
+        self, batch: StepBatch, draft: DraftBlock, confidence: Tensor | None
     ) -> tuple[Tensor, RaggedLayout]:
         """Verify lengths and the packed rows. What may be accepted and what is computed differ in cap-accept."""
         request_rows, rows, plan = self.runner.request_rows, batch.rows, batch.plan
         if plan is None or self.adaptive is None:
             return batch.verify_caps, self._pack_caps(batch, draft)
-        confidence = self._publish(batch, draft, members) if members else None
         lens = self.adaptive.verify_lens(plan, confidence)
         if self.adaptive.mode is VerifyMode.COMPACT:
             num_rows = plan.verify.num_tokens_run
@@ -124,9 +132,9 @@ class SpeculativeWorker:
     def _draft(self, batch: StepBatch, step: StepSampling, members: list[int]) -> DraftBlock:
         """Drafts for `members`; the others get an empty block."""
         num_reqs, device = len(batch.row_list), batch.rows.device
-        uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         if self.drafter is None or not members:
-            return _empty_block(num_reqs, self.gamma, 1, device, dense=False)
+            return _empty_block(num_reqs, 0, 1, device, dense=False)
+        uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
         with_signal = self.adaptive is not None
         if len(members) == num_reqs:
             return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms, with_signal)
