@@ -9,6 +9,7 @@ import torch
 
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import SpsCostTable
+from flashspark.speculative.estimator import AcceptanceEstimator
 from flashspark.speculative.tiers import TierGrid, TierRule
 from harness import Harness
 from unit.test_exact_sampling import SETTINGS, draw, exact, folders, pvalue  # noqa: F401 - fixtures
@@ -29,10 +30,11 @@ class Trimming:
         grid = TierGrid(TierRule(WIDTH, 500, finest_tokens=8))
         adaptive = harness.make_adaptive(self._mode, TABLE, grid, min_gain=0.0, draft_free=None)
         adaptive.planner.pin(self._pin)
-        # Ready from the start, and with opinions: what is likely among the candidates is thought to be accepted.
-        adaptive.source.num_refits = 1000
-        adaptive.source.slope.fill_(1.0)
-        adaptive.source.intercepts.fill_(-0.3)
+        if isinstance(adaptive.source, AcceptanceEstimator):
+            # Ready from the start, and with opinions: what is likely among the candidates is thought to be accepted.
+            adaptive.source.num_refits = 1000
+            adaptive.source.slope.fill_(1.0)
+            adaptive.source.intercepts.fill_(-0.3)
         if self._look:
             drafter = harness._worker.drafter
             honest = drafter.propose

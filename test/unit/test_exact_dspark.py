@@ -6,7 +6,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import flashspark.speculative.dspark as dspark_stage
+from flashspark.speculative.adaptive import VerifyMode
 from tiny_models import write_dspark, write_target
+from unit.test_exact_adaptive import Trimming
 from unit.test_exact_sampling import MASK, SETTINGS, VOCAB, draw, exact, flatten_head, pvalue
 
 __all__ = ["exact"]  # a fixture, over this file's `folders`
@@ -85,3 +87,18 @@ def test_negative_control_with_a_q_nobody_drew_from(folders, exact, monkeypatch,
     monkeypatch.setattr(dspark_stage, "markov_walk", walk)
     counts = draw(folders, "vanilla-all-rows", SETTINGS["plain"], FEWER_DRAWS)
     assert pvalue(counts, exact(SETTINGS["plain"])) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode", "pin"),
+    [
+        ("vanilla-all-rows", VerifyMode.COMPACT, None),
+        pytest.param("rnn-without-anchor", VerifyMode.CAP_ACCEPT, None, marks=pytest.mark.full),
+        pytest.param("gated-all-rows", VerifyMode.COMPACT, 0.3, marks=pytest.mark.full),
+    ],
+)
+def test_trimmed_output_is_the_targets(folders, exact, draft, mode, pin):
+    trimming = Trimming(mode, pin)
+    counts = draw(folders, draft, SETTINGS["plain"], FEWER_DRAWS, prepare=trimming)
+    assert trimming.share() >= 0.2
+    assert pvalue(counts, exact(SETTINGS["plain"])) > 1e-4

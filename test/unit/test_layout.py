@@ -116,3 +116,25 @@ def test_full_blocks_share_what_does_not_change(num_tokens):
     shared = full_rows(2, WIDTH, num_tokens, CPU)
     assert shared.qo_indptr is layouts[0].queries.qo_indptr
     assert (shared.is_padding is None) == (num_tokens == 2 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("lens", "positions"),
+    [([3, 2, 3], [10, 11, 12, 20, 21, 30, 31, 32]), ([3, 2, 2], [10, 11, 12, 20, 21, 30, 31, 0])],
+)
+def test_worked_example(lens, positions):
+    """Budgets of 5 and 4 after 10, 20 and 30 tokens, in a tier of 8: no padding, and one row of it."""
+    state = RequestRows(3, 10, PAGE_SIZE, CPU)
+    state.page_table[:] = torch.arange(1, 31).view(3, 10)
+    for row in range(3):
+        state.set_context(row, 10 * (row + 1), anchor=100 * (row + 1))
+    drafts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    layout = pack(state, torch.arange(3), drafts, torch.tensor(lens), 8, padded=True)
+    assert layout.queries.qo_indptr.tolist() == [0, 3, 5, sum(lens)]
+    assert layout.queries.positions.tolist() == positions
+    assert layout.queries.kv_lens.tolist() == [13, 22, 30 + lens[2]]
+    ids = [100, 1, 2, 200, 4, 300, 7, 8]
+    assert layout.input_ids.tolist() == ids[: sum(lens)] + [0] * (8 - sum(lens))
+    last = sum(lens) - 1
+    assert layout.block_rows.tolist() == [[0, 1, 2, 2], [3, 4, 4, 4], [5, 6, last, last]]
+    assert layout.queries.slots.tolist()[7] == (0 if sum(lens) == 7 else 116)

@@ -1,13 +1,8 @@
 """Cutoff accept: how much of each drafted prefix the target keeps, and the token that follows it.
 
-<<<<<<< HEAD
 Target row i of a request is its distribution after the anchor and i drafts. A request whose verify length is L has
-rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Drafts and rows past the cutoff may be anything.
-=======
-Rows are block-aligned: target row i of a request is its distribution after the anchor and i drafts. A request
-whose verify length is L has rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Rows and q
-past the cutoff may hold anything, NaN included, and drafts there any token.
->>>>>>> invariants
+rows 0 … L-1; draft i (0-based) may be accepted only if i < L - 1. Rows and q past the cutoff may hold anything, NaN
+included, and drafts there any token.
 """
 
 from __future__ import annotations
