@@ -8,9 +8,9 @@
    confidence of two steps ago, is kept for steps of exactly 4, 8, 16 and 32 requests, at temperature 0 and 1, once
    the estimator is warm. A request ends at a stop token, at 200 tokens, or in a loop.
 2. Step times. Every tier of these batch sizes is timed with real steps of synthetic requests, in interleaved rounds.
-   Medians of the odd rounds make the tables, medians of the even rounds are what a step is charged: no rule is judged
-   by the very samples that it was shown. Where more rows seem to take less time, neighbours share their mean, as in
-   the profiler's fit.
+   A tier's time is the median; where more rows seem to take less time, neighbours share their mean, as in the
+   profiler's fit. The probes of the tables are some of these times, and all of them are what steps are charged: what
+   is compared is how the rules read a table, not how well it was measured.
 3. Replay. At each recorded step the planner chooses a budget by either rule, from the same 1-D table, which has few
    probes. `floor` looks up the largest probe up to the rows that it wants, and knows no tiers; `pad-up` looks up the
    smallest probe from the tier up. Either is then charged the measured time of the tier that really runs, and
@@ -144,8 +144,8 @@ def record(recorder: Recorder, num_steps: int) -> dict[tuple[int, float], list[P
     }
 
 
-def measure(recorder: Recorder, num_rounds: int, clock: Callable[[], float]) -> tuple[StepTimes, StepTimes]:
-    """Seconds of every fine tier of the batch sizes, and of the diagonal's full blocks: odd rounds, even rounds."""
+def measure(recorder: Recorder, num_rounds: int, clock: Callable[[], float]) -> StepTimes:
+    """Seconds of every fine tier of the batch sizes, and of the diagonal's full blocks."""
     worker, max_reqs = recorder.worker, max(BATCH_SIZES)
     assert worker.drafter is not None
     grid = TierGrid(TierRule(worker.width, max_reqs))
@@ -163,8 +163,7 @@ def measure(recorder: Recorder, num_rounds: int, clock: Callable[[], float]) -> 
             for shape in shapes:
                 rows, seconds = timer.run(shape)
                 taken[shape.num_reqs, rows].append(seconds)
-    halves = [{key: float(np.median(all_[first::2])) for key, all_ in taken.items()} for first in (0, 1)]
-    return never_falling(halves[0]), never_falling(halves[1])
+    return never_falling({key: float(np.median(all_)) for key, all_ in taken.items()})
 
 
 def never_falling(times: StepTimes) -> StepTimes:
@@ -264,7 +263,7 @@ def ratio_interval(one: Outcome, other: Outcome, num_draws: int = 2000) -> tuple
 
 
 def compare(
-    traces: Mapping[tuple[int, float], Sequence[PlanInput]], shown: StepTimes, charged: StepTimes, width: int
+    traces: Mapping[tuple[int, float], Sequence[PlanInput]], times: StepTimes, width: int
 ) -> list[dict[str, Any]]:
     """A cell per tiers, table, batch size and temperature."""
     diagonal = [(n, n * width) for n in (1, 2, *BATCH_SIZES)]
@@ -278,8 +277,8 @@ def compare(
                     "doubling": [(n, n * per_req) for per_req in (1, 2, 4, 8)],
                     "diagonal": diagonal,
                 }
-                table = sparse_table(shown, probes[table_name])
-                outcomes = replay(trace, table, grid, charged)
+                table = sparse_table(times, probes[table_name])
+                outcomes = replay(trace, table, grid, times)
                 cell: dict[str, Any] = {
                     "tiers": tiers_name,
                     "table": table_name,
@@ -296,6 +295,16 @@ def compare(
     return cells
 
 
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Geometric mean over batch sizes and temperatures of pad-up's rate over floor's, by tiers and table."""
+    logs: dict[str, list[float]] = {}
+    for cell in cells:
+        for name in ("floor", "floor, tiers filled"):
+            key = f"{cell['tiers']} tiers, {cell['table']} table: pad-up over {name}"
+            logs.setdefault(key, []).append(float(np.log(cell[f"pad-up over {name}"][0])))
+    return {key: round(float(np.exp(np.mean(values))), 4) for key, values in logs.items()}
+
+
 def show(cells: Sequence[dict[str, Any]]) -> None:
     """A line per cell."""
     print(
@@ -310,6 +319,8 @@ def show(cells: Sequence[dict[str, Any]]) -> None:
             f"{rate['floor, tiers filled']:8.1f}  {cell['pad-up over floor, tiers filled'][0]:.3f} "
             f"{rate['full']:8.1f} {rate['exact']:8.1f}"
         )
+    for name, ratio in summary(cells).items():
+        print(f"{ratio:.3f}  {name}")
 
 
 def main() -> None:
@@ -318,7 +329,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=256, help="recorded per batch size and temperature")
-    parser.add_argument("--rounds", type=int, default=8, help="of timing; half for the tables, half charged")
+    parser.add_argument("--rounds", type=int, default=9, help="of timing")
     parser.add_argument("--cpu-time", action="store_true", help="time the thread: for a machine that is busy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -328,8 +339,8 @@ def main() -> None:
     traces = record(recorder, args.steps)
     print(f"recorded {len(traces)} traces of {args.steps} steps after {time.monotonic() - started:.0f} s")
     clock = time.thread_time if args.cpu_time else time.perf_counter
-    shown, charged = measure(recorder, args.rounds, clock)
-    cells = compare(traces, shown, charged, recorder.worker.width)
+    times = measure(recorder, args.rounds, clock)
+    cells = compare(traces, times, recorder.worker.width)
     show(cells)
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     figures = {
@@ -339,13 +350,11 @@ def main() -> None:
         "clock": "CPU time of the thread" if args.cpu_time else "wall",
         "load_average": round(os.getloadavg()[0], 2),
         "seconds": round(time.monotonic() - started),
+        "summary": summary(cells),
         "cells": cells,
         "step_ms": {
-            "columns": ["requests", "rows", "for the tables", "charged"],
-            "rows": [
-                [n, rows, round(1e3 * shown[n, rows], 3), round(1e3 * charged[n, rows], 3)]
-                for n, rows in shown
-            ],
+            "columns": ["requests", "rows", "ms"],
+            "cells": [[n, rows, round(1e3 * seconds, 3)] for (n, rows), seconds in times.items()],
         },
     }
     if args.out:

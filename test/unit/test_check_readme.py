@@ -198,6 +198,19 @@ def test_the_worked_example_is_what_the_functions_say() -> None:
     assert f"{gain} % more tokens per second" in " ".join(page.split())
 
 
+def test_the_pad_up_figures_are_the_recorded_ones() -> None:
+    """The table of docs/adaptive-verification.md against benchmark/results/pad_up_cpu.json."""
+    page = (ROOT / "docs" / "adaptive-verification.md").read_text()
+    recorded = json.loads((ROOT / "benchmark" / "results" / "pad_up_cpu.json").read_text())
+    table = page.split("| probes of the table |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    for line, kind in zip(table, ("tiers", "doubling", "diagonal"), strict=True):
+        for shown, tiers in zip(line.strip("|").split("|")[1:], ("fine", "blocks"), strict=True):
+            cells = [c for c in recorded["cells"] if (c["tiers"], c["table"]) == (tiers, kind)]
+            ratios = [c["pad-up over floor"][0] for c in cells]
+            mean = recorded["summary"][f"{tiers} tiers, {kind} table: pad-up over floor"]
+            assert shown.strip() == f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def test_the_estimators_figures_are_the_recorded_ones() -> None:
     """The table of docs/adaptive-verification.md against benchmark/results/estimator_quality.json."""
     page = (ROOT / "docs" / "adaptive-verification.md").read_text()
