@@ -52,7 +52,6 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 
 from demo_pair.decode import loop_end  # noqa: E402
 from flashspark.args import ServerArgs  # noqa: E402
-from flashspark.benchmark.sps_fit import pool_adjacent  # noqa: E402
 from flashspark.demo import DEMO_PROMPTS  # noqa: E402
 from flashspark.ipc import GenerateRequest, RequestOutput, SamplingParams  # noqa: E402
 from flashspark.scheduler.build import build_scheduler  # noqa: E402
@@ -61,6 +60,7 @@ from flashspark.speculative.drafter import make_scratch_source  # noqa: E402
 from flashspark.speculative.objective import best_budget, candidates, fresh_rows, survivals  # noqa: E402
 from flashspark.speculative.planner import PlanInput, PlannerSettings, VerifyPlanner  # noqa: E402
 from flashspark.speculative.startup_table import Shape, StepTimer  # noqa: E402
+from flashspark.speculative.table_fit import pool_adjacent  # noqa: E402
 from flashspark.speculative.tiers import TierGrid, TierRule, filled_budget  # noqa: E402
 
 BATCH_SIZES = (4, 8, 16, 32)

@@ -167,10 +167,19 @@ def test_a_file_wins(folders, tmp_path, mode, table, caplog):
     assert info["speculative_cost_table_json"] == table.to_json()
     assert info["speculative_num_draft_tokens"] == 6
     assert info["verify_request_buckets"] == [1, 2, 3, 4]
-    assert "step costs" not in caplog.text
+    assert "measuring steps without a draft, which the file does not price" in caplog.text
+    assert "(4, no draft)" in caplog.text
+    assert adaptive.planner.plain_costs.num_reqs_probes[-1] == 4
     assert "cost table: file" in caplog.text
     expected = {"1-D": "(4, 24) 20.00", "2-D": "(4, 24) 10.00"}["2-D" if table is TWO_D else "1-D"]
     assert expected in caplog.text
+
+
+def test_beside_a_file_nothing_is_measured_where_nothing_may_be(folders, tmp_path, caplog):
+    path = write(tmp_path / "table.json", TABLE.to_json())
+    harness = build(folders, "dflash2", speculative_dspark_sps_table_path=path)  # the tests' default: none
+    assert harness._worker.adaptive.planner.plain_costs is None
+    assert "step costs" not in caplog.text
 
 
 def test_a_short_table_warns(folders, tmp_path, caplog):

@@ -240,7 +240,12 @@ sys.meta_path.insert(0, Killer())
 runpy.run_module("flashspark.launch_server", run_name="__main__")
 """
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+
+    def heed_signals():  # a shell's background jobs are started deaf to SIGINT
+        signal.signal(number, signal.SIG_DFL)
+
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, preexec_fn=heed_signals)
     assert (done.returncode, done.stderr) == (0, "")
 
 

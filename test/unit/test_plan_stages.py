@@ -179,6 +179,31 @@ def test_probes_are_a_bounded_share_of_a_long_draft_free_time():
     assert max(np.diff(drafted)) == 65
 
 
+def test_a_price_that_is_never_paid_is_tried_now_and_then():
+    rule = DraftFreeRule(try_every=5, try_share=0.5)
+    taken, _ = choices(rule, [(60.0, 100.0)] * 18)
+    assert [step for step, (choice, _) in enumerate(taken) if choice] == [5, 11, 17]
+    assert taken[5] == (True, "trying its price")
+    assert not any(choice for choice, _ in choices(rule, [(49.0, 100.0)] * 18)[0])
+
+
+def test_a_plain_step_that_was_priced_far_too_high_is_found_out():
+    """Priced three times too high, it would win by far: two tries and it does, though the rest is drafted."""
+    costs = PlainStepCosts((1, 3), (0.012, 0.012))
+    fair = np.full((3, 3), 0.4, dtype=np.float32)
+    rule = DraftFreeRule(patience=2, try_every=10, try_share=0.2)
+    planner = planner_of(
+        plain_costs=costs, draft_free=rule, plain_correction=CostCorrection(np.array([3]), rate=0.125)
+    )
+    plain = []
+    for _ in range(80):
+        plan = planner.plan(plan_input(fair))
+        plain.append(not plan.draft)
+        planner.observe_step(plan, 0.004 if plain[-1] else plan.record.table_step_seconds)
+    assert not any(plain[:10]) and plain[10]
+    assert sum(plain[-20:]) >= 15
+
+
 def test_planner_takes_draft_free_steps_and_comes_back():
     poor, good = np.full((3, 3), 0.02, dtype=np.float32), np.full((3, 3), 0.95, dtype=np.float32)
     planner = planner_of(plain_costs=PlainStepCosts((1, 3), (0.004, 0.005)), draft_free=RULE)

@@ -389,6 +389,25 @@ def test_correction_moves_the_plan_and_keeps_the_table_price():
     assert last.record.predicted_step_seconds > 1.2 * last.record.table_step_seconds
 
 
+def test_a_batch_too_small_to_trim_is_looked_at_now_and_then():
+    grid = TierGrid(TierRule(4, 3, finest_tokens=4))
+    planner = planner_of(grid=grid)
+    assert [planner.looks(1, 4) for _ in range(9)] == [True, False, False, False] * 2 + [True]
+    assert all(planner.looks(3, 12) for _ in range(3))  # several tiers
+    assert [planner.looks(1, 4) for _ in range(3)] == [True, False, False]  # and begins anew
+    planner.pin(0.5)
+    assert all(planner.looks(1, 4) for _ in range(5))
+
+
+def test_what_is_not_looked_at_is_verified_in_full_and_says_why():
+    planner = planner_of(plain_costs=PlainStepCosts((1, 3), (1e-6, 1e-6)))  # plain decoding would win
+    plan = planner.plan(plan_input(CONFIDENCE), looks=False)
+    assert (plan.draft, plan.looks, plan.verify.full, plan.verify.budget) == (True, False, True, 9)
+    assert plan.record.predicted_theta is None
+    small_batch = {stage.name: stage for stage in plan.record.stages}["small batch"]
+    assert (small_batch.changed, small_batch.reason) == (True, "one tier for all budgets")
+
+
 def test_replicas_plan_bitwise_alike():
     rng = np.random.default_rng(4)
     replicas = [planner_of(correction=CostCorrection(GRID.tiers(3).num_tokens)) for _ in range(2)]

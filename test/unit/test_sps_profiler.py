@@ -17,18 +17,12 @@ import pytest
 from fake_profiled_server import WIDTH, FakeProfiledServer
 from flashspark.benchmark.dspark_sps_profiler import main
 from flashspark.benchmark.live_server import LiveServer, ProfileError, ServerFacts
-from flashspark.benchmark.sps_fit import (
-    fit_additive,
-    fit_errors,
-    fit_table,
-    nonnegative_least_squares,
-    pool_adjacent,
-    sparse_probes,
-)
+from flashspark.benchmark.sps_fit import PROBE_RATIO, fit_additive, fit_errors, fit_table
 from flashspark.benchmark.sps_plot import can_plot
 from flashspark.benchmark.sps_rounds import Cell, ProfileFiles, Round, check_steady, make_round, select_steady
 from flashspark.benchmark.sps_sweep import SweepSettings, default_batch_sizes, plan_cells
 from flashspark.speculative.cost_table import SpsAdditiveCostTable, SpsCostTable, load_cost_table
+from flashspark.speculative.table_fit import sparse_probes
 
 QUICK = ["--min-steady-steps", "10", "--min-steady-seconds", "0", "--poll-seconds", "0.02"]
 PIN = "dspark_force_budget_frac"
@@ -144,8 +138,7 @@ def test_the_2d_fit_never_falls():
 
 def test_small_batches_have_probes_of_their_own():
     """SGLang's bins of 64 rows put every batch below 32 rows into one."""
-    assert sparse_probes([1, 2, 4, 7, 8, 14, 28, 200]) == [1, 2, 4, 7, 14, 28, 200]
-    assert sparse_probes([3]) == [3]
+    assert sparse_probes(np.array([1, 2, 4, 7, 8, 14, 28, 200]), PROBE_RATIO) == [1, 2, 4, 7, 14, 28, 200]
     table = fit_additive(
         [measured(n, n + b, 0.001 + 1e-4 * (n + b)) for n in (1, 2, 4) for b in (0, n, 2 * n)]
     )
@@ -187,22 +180,6 @@ def test_the_1d_fit_takes_the_median_and_never_speeds_up():
 def test_cells_that_determine_no_table(rounds, message):
     with pytest.raises(ProfileError, match=message):
         fit_table(rounds)
-
-
-def test_pool_adjacent():
-    assert pool_adjacent([1, 3, 2, 2, 5, 4], [1] * 6) == pytest.approx([1, 7 / 3, 7 / 3, 7 / 3, 4.5, 4.5])
-    assert pool_adjacent([3, 1], [1, 3]) == [1.5, 1.5]
-
-
-def test_nonnegative_least_squares_against_scipy():
-    from scipy.optimize import nnls
-
-    draws = np.random.default_rng(1)
-    for _ in range(200):
-        matrix = draws.standard_normal((draws.integers(3, 12), draws.integers(1, 8)))
-        target = draws.standard_normal(len(matrix))
-        ours = np.linalg.norm(matrix @ nonnegative_least_squares(matrix, target) - target)
-        assert ours == pytest.approx(nnls(matrix, target)[1], abs=1e-7)
 
 
 # What is measured.

@@ -225,7 +225,7 @@ class ServerArgs:
         0, "a request verifies a draft at least every N drafted steps, 0: no such floor", minimum=0
     )
     speculative_verify_tier_tokens: int = flag(
-        1, "rows between two verify tiers while steps are small", minimum=1
+        8, "rows between two verify tiers while steps are small", minimum=1
     )
     speculative_num_steps: int | None = neutral(
         None, 1, help="always 1", remedy="a block is drafted in one step: 1"

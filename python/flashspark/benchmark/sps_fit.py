@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flashspark.speculative import table_fit
 from flashspark.speculative.cost_table import SpsAdditiveCostTable, SpsCostTable
+from flashspark.speculative.table_fit import pool_adjacent
 
 from .live_server import ProfileError
 from .sps_rounds import Round
@@ -23,7 +24,7 @@ LEAST_CELLS = 4
 # Probes over rows are at least so far apart: close enough for batches of a few rows, far enough that each rise
 # rests on several cells. SGLang's fixed bins of 64 rows put every small batch into one.
 PROBE_RATIO = 1.2
-LEAST_BIAS_SECONDS = 1e-6
+USUAL_NOISE = 0.03  # relative, of a cell's median: what one machine does twice
 
 Table = SpsCostTable | SpsAdditiveCostTable
 
@@ -74,32 +75,15 @@ def fit_diagonal(rounds: Sequence[Round], max_batch_tokens: int | None = None) -
 
 
 def fit_additive(rounds: Sequence[Round]) -> SpsAdditiveCostTable:
-    """Least squares in relative error of bias + alpha(requests) + theta(rows), both rising."""
+    """bias + alpha(requests) + theta(rows), both rising, fitted to the cells' medians."""
     cells: dict[tuple[int, int], list[float]] = defaultdict(list)
     for one in rounds:
         cells[one.batch_size_per_rank, one.num_rows].append(1.0 / one.steps_per_sec)
     shapes = sorted(cells)
     _check_shapes(shapes)
-    num_reqs = np.array([shape[0] for shape in shapes], dtype=np.float64)
-    num_rows = np.array([shape[1] for shape in shapes], dtype=np.float64)
+    num_reqs, num_rows = (np.array(column, dtype=np.int64) for column in zip(*shapes, strict=True))
     seconds = np.array([statistics.median(cells[shape]) for shape in shapes])
-    bs_probes, m_probes = (
-        sorted({shape[0] for shape in shapes}),
-        sparse_probes([shape[1] for shape in shapes]),
-    )
-    columns = np.hstack(
-        (np.ones((len(shapes), 1)), rise_columns(bs_probes, num_reqs), rise_columns(m_probes, num_rows))
-    )
-    rises = nonnegative_least_squares(columns / seconds[:, None], np.ones(len(shapes)))
-    alpha = np.concatenate(([0.0], rises[1 : len(bs_probes)].cumsum()))
-    theta = np.concatenate(([0.0], rises[len(bs_probes) :].cumsum()))
-    return SpsAdditiveCostTable(
-        bias_seconds=max(float(rises[0]), LEAST_BIAS_SECONDS),
-        bs_probes=tuple(bs_probes),
-        alpha_seconds=tuple(alpha.tolist()),
-        m_probes=tuple(m_probes),
-        theta_seconds=tuple(theta.tolist()),
-    )
+    return table_fit.fit_additive(num_reqs, num_rows, seconds, USUAL_NOISE, PROBE_RATIO)
 
 
 def _check_shapes(shapes: Sequence[tuple[int, int]]) -> None:
@@ -115,68 +99,6 @@ def _check_shapes(shapes: Sequence[tuple[int, int]]) -> None:
             "every batch size ran one number of rows at all fractions, so that requests and rows cannot be told "
             "apart: cap-accept runs full blocks whatever is pinned, profile in compact; or give more --fracs"
         )
-
-
-def sparse_probes(num_rows: Sequence[int]) -> list[int]:
-    """Of the row counts that occur: the first, the last, and some between that are far enough apart."""
-    counts = sorted(set(num_rows))
-    kept = counts[:1]
-    for count in counts[1:-1]:
-        if count >= kept[-1] * PROBE_RATIO and count * PROBE_RATIO <= counts[-1]:
-            kept.append(count)
-    return kept + counts[-1:] if counts[-1] > kept[-1] else kept
-
-
-def rise_columns(probes: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[len(at), len(probes) - 1]: the share of each rise between two probes that lies below a value, 0 … 1."""
-    edges = np.array(probes, dtype=np.float64)
-    return np.clip((at[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0)
-
-
-def pool_adjacent(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence nearest to `values`."""
-    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, weight in zip(values, weights, strict=True):
-        block = (value, weight, 1)
-        while blocks and blocks[-1][0] > block[0]:
-            mean, total, length = blocks.pop()
-            both = total + block[1]
-            block = ((mean * total + block[0] * block[1]) / both, both, length + block[2])
-        blocks.append(block)
-    return [mean for mean, _, length in blocks for _ in range(length)]
-
-
-def nonnegative_least_squares(
-    matrix: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """x ≥ 0 with the least |matrix x - target| (Lawson and Hanson, "Solving Least Squares Problems", chapter 23)."""
-    num_columns = matrix.shape[1]
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1.0
-    matrix = matrix / scale
-    solution, free = np.zeros(num_columns), np.zeros(num_columns, dtype=bool)
-    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ target).max()))
-    for _ in range(3 * num_columns):
-        gradient = matrix.T @ (target - matrix @ solution)
-        gradient[free] = -np.inf
-        entering = int(gradient.argmax())
-        if gradient[entering] <= tolerance:
-            break
-        free[entering] = True
-        while True:
-            trial = np.zeros(num_columns)
-            trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-            negative = free & (trial <= 0)
-            if not negative.any():
-                solution = trial
-                break
-            steps = solution[negative] / (solution[negative] - trial[negative])
-            solution = np.maximum(solution + steps.min() * (trial - solution), 0.0)
-            leaving = negative & (solution <= 1e-14)
-            leaving[np.flatnonzero(negative)[steps.argmin()]] = True
-            free &= ~leaving
-            solution[~free] = 0.0
-    return solution / scale
 
 
 def fit_errors(table: Table, rounds: Sequence[Round]) -> list[FitError]:

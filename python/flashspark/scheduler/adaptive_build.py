@@ -30,11 +30,13 @@ from flashspark.speculative.cost_table import (
     load_cost_table,
 )
 from flashspark.speculative.drafter import has_confidence_head, make_confidence_source, make_scratch_source
-from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import IDLE_LOOK_EVERY, PlannerSettings, VerifyPlanner
 from flashspark.speculative.startup_table import (
     BUDGET_SECONDS,
     CONTEXT_TOKENS,
+    PLAIN_BUDGET_SECONDS,
     StepTimer,
+    measure_plain_costs,
     measure_tables,
 )
 from flashspark.speculative.sts_records import CollectingHead, record_files
@@ -45,6 +47,7 @@ from flashspark.speculative.worker import SpeculativeWorker
 logger = logging.getLogger(__name__)
 
 WORST_ERROR_TO_KEEP = 0.1  # mean relative error of the fit
+PLAIN_RATE = 0.125  # of correction: where drafting wins, a draft-free step is rare, and has to count
 _MODE = "--ragged-verify-mode (SGLANG_RAGGED_VERIFY_MODE)"
 _TABLE = "--speculative-dspark-sps-table-path"
 _STS = "--speculative-dspark-confidence-sts-path"
@@ -154,6 +157,7 @@ def build_adaptive(
     settings = PlannerSettings(
         gamma=worker.gamma,
         min_drafts_every=args.speculative_min_drafts_every,
+        idle_look_every=1 if inputs.collect_stem else IDLE_LOOK_EVERY,  # a collector wants every block
         trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
     rows, plain = _corrections(args, worker.width)
@@ -221,29 +225,39 @@ def _temperatures(inputs: AdaptiveInputs, engine: Engine, gamma: int) -> tuple[f
 def _costs(
     args: ServerArgs, inputs: AdaptiveInputs, engine: Engine, worker: SpeculativeWorker, grid: TierGrid
 ) -> _Costs:
-    """A file wins; then what is measured, now or at an earlier start; then nothing."""
+    """A file wins; then what is measured, now or at an earlier start; then nothing.
+
+    A file has no price for draft-free steps: that is measured beside it, unless nothing may be.
+    """
     if inputs.collect_stem:
         return _Costs(None, None, "none")
-    if inputs.table is not None:
-        return _Costs(inputs.table, None, f"file {args.speculative_dspark_sps_table_path}")
+    file = None if inputs.table is None else f"file {args.speculative_dspark_sps_table_path}"
     if args.speculative_cost_table == "none":
-        return _Costs(None, None, "none")
+        return _Costs(inputs.table, None, file or "none")
     fingerprint = _fingerprint(args, engine, worker, grid)
     cache = TableCache(cache_folder(), fingerprint, ("target", "draft", "width"))
     stored = cache.load()
     if stored is not None:
         logger.info("step costs: measured at an earlier start, read from %s", cache.path)
+        if file is not None:
+            return _Costs(inputs.table, stored.plain, file)
         return _Costs(stored.table, stored.plain, f"cache {cache.path}")
     started = time.monotonic()
     runner, max_reqs = engine.runner, grid.rule.max_num_reqs
     assert worker.drafter is not None  # refused before
     scratch = make_scratch_source(runner, max_reqs)
-    logger.info("step costs: measuring them, %.0f s at most (kept for the next start)", BUDGET_SECONDS)
     try:
         timer = StepTimer(runner, worker.drafter, scratch, grid, max_reqs, engine.context_length)
     except ValueError as error:
         logger.warning("step costs cannot be measured: %s", error)
-        return _Costs(None, None, "none")
+        return _Costs(inputs.table, None, file or "none")
+    if file is not None:
+        logger.info(
+            "step costs: measuring steps without a draft, which the file does not price, %.0f s at most",
+            PLAIN_BUDGET_SECONDS,
+        )
+        return _Costs(inputs.table, measure_plain_costs(timer, max_reqs, worker.gamma), file)
+    logger.info("step costs: measuring them, %.0f s at most (kept for the next start)", BUDGET_SECONDS)
     fitted, measured = measure_tables(timer, max_reqs, worker.gamma)
     seconds = time.monotonic() - started
     logger.info(
@@ -298,7 +312,9 @@ def _corrections(args: ServerArgs, width: int) -> tuple[CostCorrection | None, C
     max_reqs = args.max_running_requests
     assert max_reqs is not None
     rows = spaced(1, max_reqs * width, width, 4)
-    return CostCorrection(np.array(rows)), CostCorrection(np.array(spaced(1, max_reqs, 1, 4)))
+    return CostCorrection(np.array(rows)), CostCorrection(
+        np.array(spaced(1, max_reqs, 1, 4)), rate=PLAIN_RATE
+    )
 
 
 def _log_costs(costs: _Costs, planner: VerifyPlanner, max_reqs: int, width: int) -> None:

@@ -48,7 +48,7 @@ class StepTotals:
         outcome = plan_outcome(plan)
         self.outcomes[outcome] += 1
         confidence: StageRecord = plan.record.stages[_CONFIDENCE]
-        if not confidence.ran and outcome != "pinned":
+        if plan.looks and not confidence.ran and outcome != "pinned":
             self.unresolved[confidence.reason] += 1
         self.num_small_batch_plans += plan.record.stages[_SMALL_BATCH].changed
         if plan.record.predicted_step_seconds is not None:

@@ -128,21 +128,27 @@ class DraftFreeRule:
     probe_every: int = 64  # draft-free steps between probes
     # Confidence is read two publications late, so a probe shorter than 3 would never be seen by the plan after it.
     probe_length: int = 3
+    # A price that nobody ever pays is never corrected: after so many drafted steps in a row one is taken without a
+    # draft, if that is thought to give at least this share of the tokens.
+    try_every: int = 256
+    try_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.leave_gain <= self.enter_gain:
             raise ValueError(f"0 <= leave_gain <= enter_gain, got {self.leave_gain} and {self.enter_gain}")
-        for name in ("patience", "probe_every", "probe_length"):
+        for name in ("patience", "probe_every", "probe_length", "try_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class DraftFreeState:
-    """Where the hysteresis stands. `num_steps` counts wanting steps before entering, then steps since a probe."""
+    """Where the hysteresis stands. `num_steps` counts wanting steps before entering, then steps since a probe;
+    `num_drafted` the drafted steps in a row, of batches that were priced."""
 
     active: bool = False
     num_steps: int = 0
+    num_drafted: int = 0
 
 
 def draft_free_choice(
@@ -154,10 +160,14 @@ def draft_free_choice(
     """
     gain = plain_theta / drafted_theta - 1.0
     if not state.active:
+        num_drafted = state.num_drafted + 1
         if gain < rule.enter_gain:
-            return False, DraftFreeState(), decided("draft-free", False, "drafting wins")
+            if num_drafted > rule.try_every and plain_theta >= rule.try_share * drafted_theta:
+                return True, DraftFreeState(), decided("draft-free", True, "trying its price")
+            drafting = DraftFreeState(num_drafted=num_drafted)
+            return False, drafting, decided("draft-free", False, "drafting wins")
         if state.num_steps + 1 < rule.patience:
-            waiting = DraftFreeState(False, state.num_steps + 1)
+            waiting = DraftFreeState(False, state.num_steps + 1, num_drafted)
             return False, waiting, decided("draft-free", False, "waiting")
         return True, DraftFreeState(True, 1), decided("draft-free", True, "plain decoding wins")
     if gain < rule.leave_gain:

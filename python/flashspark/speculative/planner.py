@@ -51,6 +51,9 @@ STAGES = (
     "draft-free",
 )
 
+# A batch whose budgets all run on one tier is planned, and learned from, on every so many of its steps.
+IDLE_LOOK_EVERY = 4
+
 
 @dataclass(frozen=True)
 class PlannerSettings:
@@ -62,6 +65,7 @@ class PlannerSettings:
     survival_eps: float = 1e-6
     min_gain: float = 0.02
     min_drafts_every: int = 0  # steps; 0: off
+    idle_look_every: int = IDLE_LOOK_EVERY
     trim_without_table: bool = False  # cap-accept: a flat table instead of none
     lookup_rule: LookupRule = LookupRule.PAD_UP
     draft_free: DraftFreeRule | None = field(default_factory=DraftFreeRule)  # None: always draft
@@ -75,6 +79,8 @@ class PlannerSettings:
                 f"0 <= min_verify_len <= max_verify_len <= {self.gamma + 1}, "
                 f"got {self.min_verify_len} and {self.max_verify_len}"
             )
+        if self.idle_look_every < 1:
+            raise ValueError(f"idle_look_every must be at least 1, got {self.idle_look_every}")
         for name in ("survival_eps", "min_gain", "min_drafts_every"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -142,6 +148,9 @@ class Plan:
 
     verify: VerifyBudget
     draft: bool  # False: a draft-free step, every request verifies its anchor
+    looks: (
+        bool  # whether confidence is made and learned from; False on most steps of a batch too small to trim
+    )
     floors: NDArray[np.int64]  # [R]
     caps: NDArray[np.int64]  # [R]
     record: PlanRecord
@@ -192,6 +201,7 @@ class VerifyPlanner:
         self.table = table
         self.pinned_fraction: float | None = None
         self._draft_free = DraftFreeState()
+        self._num_idle_steps = 0  # in a row, of batches too small to trim
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
@@ -204,8 +214,27 @@ class VerifyPlanner:
         """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
         self.settings = replace(self.settings, max_verify_len=max_verify_len)
 
-    def plan(self, batch: PlanInput) -> Plan:
-        """Plans one decode step. Deterministic in its inputs and the planner's own past."""
+    def looks(self, num_reqs: int, num_rows: int) -> bool:
+        """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step.
+
+        A batch whose least and most rows run on one tier has nothing to trim (`trimming_is_idle`): what remains is to
+        learn from it, and to ask whether it should draft at all, and neither has to happen every time.
+        """
+        tiers = self.grid.tiers(num_reqs) if self.grid is not None else None
+        is_idle = (
+            tiers is not None
+            and self.pinned_fraction is None
+            and not self._draft_free.active
+            and tiers.round_up(num_reqs) == tiers.round_up(num_rows)
+        )
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
+        return self._num_idle_steps == 0 or (self._num_idle_steps - 1) % self.settings.idle_look_every == 0
+
+    def plan(self, batch: PlanInput, looks: bool = True) -> Plan:
+        """Plans one decode step. Deterministic in its inputs and the planner's own past.
+
+        `looks` false verifies everything without looking at confidence or prices.
+        """
         settings = self.settings
         num_reqs = len(batch.caps)
         caps = np.minimum(batch.caps, settings.longest)
@@ -220,6 +249,8 @@ class VerifyPlanner:
         builder = _Builder(floors, caps, num_free, max_budget, self.grid, [seeded, fairness, pin])
         if pinned is not None:
             return self._without_prices(builder, pinned, "pinned")
+        if not looks:
+            return self._unlooked(builder)
         if self.grid is not None and builder.tiers is None:
             return self._without_prices(builder, None, "batch past the grid")
         if batch.relayed is None:
@@ -314,6 +345,14 @@ class VerifyPlanner:
         builder.table_step_seconds = table_seconds
         return builder.build_plain()
 
+    def _unlooked(self, builder: _Builder) -> Plan:
+        """Everything, since it costs no more than anything less; the draft-free state stays as it was."""
+        builder.add(skipped("confidence", "one tier for all budgets"))
+        builder.add(decided("small batch", True, "one tier for all budgets"))
+        for name in STAGES[len(builder.stages) :]:
+            builder.add(skipped(name, "one tier for all budgets"))
+        return builder.build(builder.max_budget, looks=False)
+
     def _without_prices(self, builder: _Builder, budget: int | None, reason: str) -> Plan:
         """A plan that looked at no price: the stages not asked so far are skipped for the same reason."""
         self._draft_free = DraftFreeState()
@@ -350,7 +389,7 @@ class _Builder:
         assert record.name == STAGES[len(self.stages)], record
         self.stages.append(record)
 
-    def build(self, budget: int | None) -> Plan:
+    def build(self, budget: int | None, looks: bool = True) -> Plan:
         num_tokens = self.num_free + (self.max_budget if budget is None else budget)
         verify = VerifyBudget(
             budget=budget,
@@ -358,12 +397,12 @@ class _Builder:
             num_tokens=num_tokens,
             tier=self._tier(num_tokens),
         )
-        return Plan(verify, True, self.floors, self.caps, self._record())
+        return Plan(verify, True, looks, self.floors, self.caps, self._record())
 
     def build_plain(self) -> Plan:
         anchors = np.ones_like(self.caps)
         verify = VerifyBudget(budget=0, full=True, num_tokens=len(anchors), tier=self._plain_key)
-        return Plan(verify, False, anchors, anchors, self._record())
+        return Plan(verify, False, True, anchors, anchors, self._record())
 
     def _tier(self, num_tokens: int) -> TierKey | None:
         if self.tiers is None:

@@ -19,10 +19,11 @@ from flashspark.engine.model_runner import ModelRunner
 
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .confidence import ConfidenceSource
+from .cost_table import PlainStepCosts
 from .drafter import Drafter
 from .planner import Plan, PlannerSettings, VerifyBudget, VerifyPlanner
 from .sampling import RowSampling, SamplingRows
-from .table_fit import FittedTables, StepSample, fit_tables
+from .table_fit import FittedTables, StepSample, fit_plain, fit_tables
 from .tiers import TierGrid
 from .types import StepBatch
 from .worker import SpeculativeWorker
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 CONTEXT_TOKENS = (
     256  # committed tokens of a synthetic request; longer ones make attention dearer for every plan alike
 )
-BUDGET_SECONDS = 6.0
+BUDGET_SECONDS = 10.0
+PLAIN_BUDGET_SECONDS = 2.0  # where only draft-free steps are measured
 MAX_ROUNDS = 15
 NUM_WARM_UP_SHAPES = 4
 BUDGET_SHARES = (0.0, 0.25, 0.5, 1.0)  # of the drafts of a batch
@@ -237,6 +239,16 @@ def measure_tables(
     with timer:
         measured = measure_steps(timer.run, shapes_to_measure(max_reqs, gamma), budget_seconds)
     return fit_tables(measured.samples, max_reqs, max_reqs * (gamma + 1)), measured
+
+
+def measure_plain_costs(
+    timer: StepTimer, max_reqs: int, gamma: int, budget_seconds: float = PLAIN_BUDGET_SECONDS
+) -> PlainStepCosts | None:
+    """What draft-free steps cost alone: beside a table file, which says nothing of them."""
+    shapes = [shape for shape in shapes_to_measure(max_reqs, gamma) if shape.budget is None]
+    with timer:
+        measured = measure_steps(timer.run, shapes, budget_seconds)
+    return fit_plain(measured.samples, max_reqs)
 
 
 class _Progress:

@@ -74,7 +74,7 @@ class SpeculativeWorker:
         gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
         step = self.sampling.begin_step(rows, batch.row_list, gamma + 1)
         draft = self._draft(batch, step, members)
-        confidence = self._publish(batch, draft, members) if batch.plan is not None and members else None
+        confidence = None if draft.signal is None else self._publish(batch, draft, members)
         verify_lens, layout = self._lay_out(batch, draft, confidence)
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
@@ -82,7 +82,7 @@ class SpeculativeWorker:
         cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
         accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step)
         accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
-        if self.adaptive is not None and members:
+        if self.adaptive is not None and confidence is not None:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
         self._commit(rows, step, accepted)
         return accepted
@@ -135,7 +135,7 @@ class SpeculativeWorker:
         if self.drafter is None or not members:
             return _empty_block(num_reqs, 0, 1, device, dense=False)
         uniforms = None if step.uniforms is None else step.uniforms[:, : self.gamma, 0]
-        with_signal = self.adaptive is not None
+        with_signal = batch.plan is not None and batch.plan.looks
         if len(members) == num_reqs:
             return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms, with_signal)
         index = torch.tensor(members, device=device)
