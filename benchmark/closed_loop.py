@@ -88,27 +88,28 @@ def run_load(port: int, load: Load) -> Segment:
 
 
 def summarise(seen: Sequence[Sequence[Seen]], concurrency: int) -> Segment:
-    """The figures of a run. The window of the output rate begins when every client has its first token and ends when
-    the first client is through with its requests."""
+    """The figures of a run, at full concurrency: of the time from when every client has its first token to when the
+    first client is through with its requests, and of the requests that ended until then."""
     requests = [request for of_client in seen for request in of_client]
     window_start = max(of_client[0].frames[0][0] for of_client in seen)
     window_end = min(of_client[-1].frames[-1][0] for of_client in seen)
     inside = sum(
         count for request in requests for at, count in request.frames if window_start < at <= window_end
     )
+    ended = [request for request in requests if request.frames[-1][0] <= window_end]
     waits = [
         (at - before) / count
-        for request in requests
+        for request in ended
         for (before, _), (at, count) in zip(request.frames, request.frames[1:], strict=False)
     ]
-    rates = [request.decode_rate for request in requests if request.decode_rate == request.decode_rate]
+    rates = [request.decode_rate for request in ended if request.decode_rate == request.decode_rate]
     seconds = window_end - window_start
     return Segment(
         decode_rate=statistics.fmean(rates) * concurrency,
         output_rate=inside / seconds if seconds > 0 else float("nan"),
         ttft=_percentiles([request.frames[0][0] - request.sent_s for request in requests]),
         inter_token=_percentiles(waits),
-        accept_length=sum(r.num_tokens for r in requests) / max(1, sum(r.num_verify_steps for r in requests)),
+        accept_length=sum(r.num_tokens for r in ended) / max(1, sum(r.num_verify_steps for r in ended)),
         num_tokens=sum(request.num_tokens for request in requests),
     )
 

@@ -132,6 +132,11 @@ class Benchmark:
             *options.server_flag,
         ]
 
+    def requests_per_client(self, point: Point) -> int:
+        """More where there are few clients, so that no run is over in a moment."""
+        options = self.options
+        return max(options.requests_per_client, -(-options.min_requests // point.concurrency))
+
     def load(self, point: Point, requests_per_client: int, first: int = 0) -> Load:
         """The clients of a point. `first`: the prompt that client 0 begins with."""
         prompts = self.prompts[first:] + self.prompts[:first]
@@ -171,7 +176,7 @@ class Benchmark:
     def _measure(self, server: LiveServer, port: int, point: Point, arm: str, number: int) -> None:
         switch(server, arm)
         before = server.info()["internal_states"][0]
-        load = self.load(point, self.options.requests_per_client, first=point.concurrency * number)
+        load = self.load(point, self.requests_per_client(point), first=point.concurrency * number)
         self.segments[point][arm].append(run_load(port, load))
         after = server.info()["internal_states"][0]
         names = (
@@ -206,7 +211,7 @@ class Benchmark:
             server = LiveServer(f"http://127.0.0.1:{port}")
             for point in self.points:
                 server.set_state("dspark_clear_info_records", True)
-                run_load(port, self.load(point, max(1, 8 // point.concurrency)))
+                run_load(port, self.load(point, max(1, 24 // point.concurrency)))
                 records = server.info()["internal_states"][0]["dspark_info_record"]["records"]
                 steps = [
                     [req["acc_len"] for req in record["reqs"]]
@@ -309,6 +314,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=6, help="at least 6 for a 95 %% interval")
     parser.add_argument("--requests-per-client", type=int, default=2)
+    parser.add_argument("--min-requests", type=int, default=16, help="of a run, whatever the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--warm-up-turns", type=int, default=3)
     parser.add_argument("--model-path", default="demo")
