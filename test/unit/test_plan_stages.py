@@ -217,6 +217,18 @@ def test_planner_takes_draft_free_steps_and_comes_back():
     assert planner.plan(plan_input(good)).draft and planner.plan(plan_input(good)).draft
 
 
+def test_an_arrival_does_not_end_draft_free_decoding():
+    """Two requests whose drafts are hopeless, and one that is new in every step: certain for the budget, but no reason
+    to draft. Where everybody is new there is one."""
+    poor = np.full((3, 3), 0.02, dtype=np.float32)
+    planner = planner_of(plain_costs=PlainStepCosts((1, 3), (0.004, 0.005)), draft_free=RULE)
+    plans = [planner.plan(plan_input(poor, stale=[2])) for _ in range(6)]
+    assert [plan.draft for plan in plans] == [True, True, False, False, False, False]
+    assert planner.plan(plan_input(poor, stale=[0, 1, 2])).draft
+    unplanned = planner_of(draft_free=None).plan(plan_input(poor, stale=[2]))
+    assert verify_lens(unplanned, np.vstack((poor[:2], np.ones((1, 3), dtype=np.float32))))[2] == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "inputs", "reason"),
     [

@@ -391,7 +391,7 @@ def test_correction_moves_the_plan_and_keeps_the_table_price():
 
 def test_a_batch_too_small_to_trim_is_looked_at_now_and_then():
     grid = TierGrid(TierRule(4, 3, finest_tokens=4))
-    planner = planner_of(grid=grid)
+    planner = planner_of(grid=grid, idle_look_every=4)
     assert [planner.looks(1, 4) for _ in range(9)] == [True, False, False, False] * 2 + [True]
     assert all(planner.looks(3, 12) for _ in range(3))  # several tiers
     assert [planner.looks(1, 4) for _ in range(3)] == [True, False, False]  # and begins anew
@@ -401,11 +401,15 @@ def test_a_batch_too_small_to_trim_is_looked_at_now_and_then():
 
 def test_what_is_not_looked_at_is_verified_in_full_and_says_why():
     planner = planner_of(plain_costs=PlainStepCosts((1, 3), (1e-6, 1e-6)))  # plain decoding would win
-    plan = planner.plan(plan_input(CONFIDENCE), looks=False)
+    plan = planner.full_plan([4, 4, 4])
     assert (plan.draft, plan.looks, plan.verify.full, plan.verify.budget) == (True, False, True, 9)
     assert plan.record.predicted_theta is None
     small_batch = {stage.name: stage for stage in plan.record.stages}["small batch"]
     assert (small_batch.changed, small_batch.reason) == (True, "one tier for all budgets")
+    assert planner.full_plan([4, 4, 4]) is plan
+    assert planner.full_plan([4, 2, 4]).caps.tolist() == [4, 2, 4]
+    planner.limit(3)
+    assert planner.full_plan([4, 2, 4]).caps.tolist() == [3, 2, 3]
 
 
 def test_replicas_plan_bitwise_alike():

@@ -65,16 +65,16 @@ class AdaptiveVerifier:
         num_steps_without_draft: Sequence[int],
     ) -> Plan:
         """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
-        looks = self.planner.looks(len(caps), sum(caps))
-        relayed = self._relay.resolve(row_list) if looks and self.source.is_ready else None
+        if not self.planner.looks(len(caps), sum(caps)):
+            return self.planner.full_plan(caps)
         batch = PlanInput(
-            relayed=relayed,
+            relayed=self._relay.resolve(row_list) if self.source.is_ready else None,
             generations=self._generations.of(row_list),
             caps=np.asarray(caps, dtype=np.int64),
             seeded=np.asarray(seeded, dtype=np.bool_),
             num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
         )
-        return self.planner.plan(batch, looks)
+        return self.planner.plan(batch)
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Tells the planner what a step took. In cap-accept the rows planned are not those that ran."""

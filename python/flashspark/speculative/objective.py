@@ -52,6 +52,20 @@ def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDAr
     return clean
 
 
+def optimism(survival: NDArray[np.float32], fresh: NDArray[np.bool_], caps: NDArray[np.int64]) -> float:
+    """Expected tokens that rows which are not fresh are credited with for being certain, beyond what the fresh ones
+    of the batch get on average. 0 where nobody is fresh: nothing is known then.
+
+    Certainty is right for the budget, since it gets a new request's drafts verified. Whether to draft at all is
+    another question: under a steady stream of arrivals somebody is always new.
+    """
+    num_fresh = int(fresh.sum())
+    if num_fresh == 0 or num_fresh == len(fresh):
+        return 0.0
+    average = float(survival[fresh].sum(dtype=np.float64)) / num_fresh
+    return max(float((caps[~fresh] - 1 - average).sum()), 0.0)
+
+
 def candidates(
     survival: NDArray[np.float32], floors: NDArray[np.int64], caps: NDArray[np.int64], eps: float
 ) -> Candidates:

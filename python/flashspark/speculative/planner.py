@@ -6,6 +6,7 @@ at is the same on every tensor-parallel rank, and so is what it answers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from .cost_table import (
     SpsCostTable,
     price_budgets,
 )
-from .objective import Candidates, best_budget, candidates, fresh_rows, survivals
+from .objective import Candidates, best_budget, candidates, fresh_rows, optimism, survivals
 from .plan_stages import (
     DraftFreeRule,
     DraftFreeState,
@@ -52,7 +53,9 @@ STAGES = (
 )
 
 # A batch whose budgets all run on one tier is planned, and learned from, on every so many of its steps.
-IDLE_LOOK_EVERY = 4
+IDLE_LOOK_EVERY = 8
+MAX_FULL_PLANS = 256
+_ONE_TIER = "one tier for all budgets"
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class VerifyPlanner:
         self.pinned_fraction: float | None = None
         self._draft_free = DraftFreeState()
         self._num_idle_steps = 0  # in a row, of batches too small to trim
+        self._full_plans: dict[tuple[int, ...], Plan] = {}  # by caps
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
@@ -213,6 +217,7 @@ class VerifyPlanner:
     def limit(self, max_verify_len: int) -> None:
         """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
         self.settings = replace(self.settings, max_verify_len=max_verify_len)
+        self._full_plans.clear()
 
     def looks(self, num_reqs: int, num_rows: int) -> bool:
         """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step.
@@ -230,11 +235,21 @@ class VerifyPlanner:
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         return self._num_idle_steps == 0 or (self._num_idle_steps - 1) % self.settings.idle_look_every == 0
 
-    def plan(self, batch: PlanInput, looks: bool = True) -> Plan:
-        """Plans one decode step. Deterministic in its inputs and the planner's own past.
+    def full_plan(self, caps: Sequence[int]) -> Plan:
+        """For a step that is not looked at: everything up to `caps`, since it costs no more than anything less.
 
-        `looks` false verifies everything without looking at confidence or prices.
+        The draft-free state stays as it was. Plans are shared by the steps they fit: never written.
         """
+        key = tuple(caps)
+        plan = self._full_plans.get(key)
+        if plan is None:
+            if len(self._full_plans) >= MAX_FULL_PLANS:
+                self._full_plans.clear()
+            plan = self._full_plans[key] = self._make_full_plan(np.array(key, dtype=np.int64))
+        return plan
+
+    def plan(self, batch: PlanInput) -> Plan:
+        """Plans one decode step. Deterministic in its inputs and the planner's own past."""
         settings = self.settings
         num_reqs = len(batch.caps)
         caps = np.minimum(batch.caps, settings.longest)
@@ -249,8 +264,6 @@ class VerifyPlanner:
         builder = _Builder(floors, caps, num_free, max_budget, self.grid, [seeded, fairness, pin])
         if pinned is not None:
             return self._without_prices(builder, pinned, "pinned")
-        if not looks:
-            return self._unlooked(builder)
         if self.grid is not None and builder.tiers is None:
             return self._without_prices(builder, None, "batch past the grid")
         if batch.relayed is None:
@@ -259,6 +272,7 @@ class VerifyPlanner:
         builder.num_fresh = int(fresh.sum())
         builder.add(decided("confidence", False, "lagged"))
         survival = survivals(batch.relayed.confidence, fresh)
+        builder.optimism = optimism(survival, fresh, caps)
         ranked = candidates(survival, floors, caps, settings.survival_eps)
         return self._priced_plan(builder, ranked, num_reqs, bool((batch.seeded & (caps > 1)).any()))
 
@@ -294,7 +308,9 @@ class VerifyPlanner:
             budget, fill = tier_fill(budget, builder.num_free, full, builder.tiers)
             builder.add(fill)
         builder.full_theta = priced.theta(full)
-        plain = self._draft_free_stage(builder, num_reqs, priced.theta(budget), any_seeded)
+        sober = max(priced.expected_tokens(budget) - builder.optimism, float(num_reqs))
+        drafted_theta = sober / float(priced.prices.seconds[budget])
+        plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_seeded)
         if plain is not None:
             return plain
         builder.expected_tokens = priced.expected_tokens(budget)
@@ -345,12 +361,14 @@ class VerifyPlanner:
         builder.table_step_seconds = table_seconds
         return builder.build_plain()
 
-    def _unlooked(self, builder: _Builder) -> Plan:
-        """Everything, since it costs no more than anything less; the draft-free state stays as it was."""
-        builder.add(skipped("confidence", "one tier for all budgets"))
-        builder.add(decided("small batch", True, "one tier for all budgets"))
-        for name in STAGES[len(builder.stages) :]:
-            builder.add(skipped(name, "one tier for all budgets"))
+    def _make_full_plan(self, caps: NDArray[np.int64]) -> Plan:
+        caps = np.minimum(caps, self.settings.longest)
+        floors = np.minimum(caps, self.settings.floor)
+        num_free = int(floors.sum())
+        builder = _Builder(floors, caps, num_free, int(caps.sum()) - num_free, self.grid, [])
+        for name in STAGES:
+            is_the_rule = name == "small batch"
+            builder.add(decided(name, True, _ONE_TIER) if is_the_rule else skipped(name, _ONE_TIER))
         return builder.build(builder.max_budget, looks=False)
 
     def _without_prices(self, builder: _Builder, budget: int | None, reason: str) -> Plan:
@@ -378,6 +396,7 @@ class _Builder:
         self._plain_key = grid.plain_key(len(caps)) if grid is not None else None
         self.stages = stages
         self.num_fresh = self.num_candidates = 0
+        self.optimism = 0.0
         self.argmax_budget: int | None = None
         self.expected_tokens: float | None = None
         self.predicted_step_seconds: float | None = None
