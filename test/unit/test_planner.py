@@ -392,15 +392,36 @@ def test_correction_moves_the_plan_and_keeps_the_table_price():
 def test_a_batch_too_small_to_trim_is_looked_at_now_and_then():
     grid = TierGrid(TierRule(4, 3, finest_tokens=4))
     planner = planner_of(grid=grid, idle_look_every=4)
-    assert [planner.looks(1, 4) for _ in range(9)] == [True, False, False, False] * 2 + [True]
+    assert [planner.looks(1, 4) for _ in range(9)] == [False, False, False, True] * 2 + [False]
     assert all(planner.looks(3, 12) for _ in range(3))  # several tiers
-    assert [planner.looks(1, 4) for _ in range(3)] == [True, False, False]  # and begins anew
+    assert [planner.looks(1, 4) for _ in range(4)] == [False, False, False, True]
     planner.pin(0.5)
     assert all(planner.looks(1, 4) for _ in range(5))
 
 
+def test_where_all_was_kept_the_next_steps_are_not_looked_at():
+    sure = np.full((3, 3), 0.99, dtype=np.float32)
+    flat = SpsCostTable((1, 12), (100.0, 99.0), 12)
+
+    def looks(planner, confidence, num, **inputs):
+        seen = []
+        for _ in range(num):
+            seen.append(planner.looks(3, 12))
+            if seen[-1]:
+                planner.plan(plan_input(confidence, **inputs))
+        return seen
+
+    planner = planner_of(table=flat, kept_look_every=3)
+    assert looks(planner, sure, 7) == [True, False, False, True, False, False, True]
+    assert "all was kept lately" in stage(planner.full_plan([4, 4, 4]), "confidence").reason
+    assert planner.looks(2, 8)  # another batch
+    assert all(looks(planner_of(table=flat, kept_look_every=3), sure, 5, stale=[0]))  # somebody is new
+    assert all(looks(planner_of(kept_look_every=3), np.full((3, 3), 0.1, dtype=np.float32), 5))  # trims
+
+
 def test_what_is_not_looked_at_is_verified_in_full_and_says_why():
     planner = planner_of(plain_costs=PlainStepCosts((1, 3), (1e-6, 1e-6)))  # plain decoding would win
+    assert not planner.looks(1, 4)
     plan = planner.full_plan([4, 4, 4])
     assert (plan.draft, plan.looks, plan.verify.full, plan.verify.budget) == (True, False, True, 9)
     assert plan.record.predicted_theta is None

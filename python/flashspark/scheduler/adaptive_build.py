@@ -157,7 +157,8 @@ def build_adaptive(
     settings = PlannerSettings(
         gamma=worker.gamma,
         min_drafts_every=args.speculative_min_drafts_every,
-        idle_look_every=1 if inputs.collect_stem else IDLE_LOOK_EVERY,  # a collector wants every block
+        # A collector wants every block.
+        idle_look_every=1 if inputs.collect_stem else IDLE_LOOK_EVERY,
         trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
     rows, plain = _corrections(args, worker.width)

@@ -54,6 +54,7 @@ STAGES = (
 
 # A batch whose budgets all run on one tier is planned, and learned from, on every so many of its steps.
 IDLE_LOOK_EVERY = 8
+KEPT_LOOK_EVERY = 4  # likewise where everything was kept at the last look
 MAX_FULL_PLANS = 256
 _ONE_TIER = "one tier for all budgets"
 
@@ -69,6 +70,7 @@ class PlannerSettings:
     min_gain: float = 0.02
     min_drafts_every: int = 0  # steps; 0: off
     idle_look_every: int = IDLE_LOOK_EVERY
+    kept_look_every: int = KEPT_LOOK_EVERY
     trim_without_table: bool = False  # cap-accept: a flat table instead of none
     lookup_rule: LookupRule = LookupRule.PAD_UP
     draft_free: DraftFreeRule | None = field(default_factory=DraftFreeRule)  # None: always draft
@@ -82,8 +84,9 @@ class PlannerSettings:
                 f"0 <= min_verify_len <= max_verify_len <= {self.gamma + 1}, "
                 f"got {self.min_verify_len} and {self.max_verify_len}"
             )
-        if self.idle_look_every < 1:
-            raise ValueError(f"idle_look_every must be at least 1, got {self.idle_look_every}")
+        for name in ("idle_look_every", "kept_look_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("survival_eps", "min_gain", "min_drafts_every"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -204,8 +207,10 @@ class VerifyPlanner:
         self.table = table
         self.pinned_fraction: float | None = None
         self._draft_free = DraftFreeState()
-        self._num_idle_steps = 0  # in a row, of batches too small to trim
-        self._full_plans: dict[tuple[int, ...], Plan] = {}  # by caps
+        self._num_unlooked = 0  # steps since the last look
+        self._look_every, self._why_unlooked = 1, ""
+        self._kept_all_of = 0  # requests of the last look, if it kept everything and knew everybody
+        self._full_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
@@ -223,33 +228,43 @@ class VerifyPlanner:
         """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step.
 
         A batch whose least and most rows run on one tier has nothing to trim (`trimming_is_idle`): what remains is to
-        learn from it, and to ask whether it should draft at all, and neither has to happen every time.
+        learn from it, and to ask whether it should draft at all, and neither has to happen every time. Nor where
+        everything was kept at the last look, by confidence in everybody: looking costs a small step some percent.
         """
+        self._look_every, self._why_unlooked = self._cadence(num_reqs, num_rows)
+        self._num_unlooked += 1
+        if self._num_unlooked < self._look_every:
+            return False
+        self._num_unlooked = 0
+        return True
+
+    def _cadence(self, num_reqs: int, num_rows: int) -> tuple[int, str]:
+        """Steps from one look to the next, and why not every one."""
         tiers = self.grid.tiers(num_reqs) if self.grid is not None else None
-        is_idle = (
-            tiers is not None
-            and self.pinned_fraction is None
-            and not self._draft_free.active
-            and tiers.round_up(num_reqs) == tiers.round_up(num_rows)
-        )
-        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
-        return self._num_idle_steps == 0 or (self._num_idle_steps - 1) % self.settings.idle_look_every == 0
+        if tiers is None or self.pinned_fraction is not None or self._draft_free.active:
+            return 1, ""
+        if tiers.round_up(num_reqs) == tiers.round_up(num_rows):
+            return self.settings.idle_look_every, _ONE_TIER
+        if self._kept_all_of == num_reqs:
+            return self.settings.kept_look_every, "all was kept lately"
+        return 1, ""
 
     def full_plan(self, caps: Sequence[int]) -> Plan:
         """For a step that is not looked at: everything up to `caps`, since it costs no more than anything less.
 
         The draft-free state stays as it was. Plans are shared by the steps they fit: never written.
         """
-        key = tuple(caps)
+        key = (self._why_unlooked, tuple(caps))
         plan = self._full_plans.get(key)
         if plan is None:
             if len(self._full_plans) >= MAX_FULL_PLANS:
                 self._full_plans.clear()
-            plan = self._full_plans[key] = self._make_full_plan(np.array(key, dtype=np.int64))
+            plan = self._full_plans[key] = self._make_full_plan(*key)
         return plan
 
     def plan(self, batch: PlanInput) -> Plan:
         """Plans one decode step. Deterministic in its inputs and the planner's own past."""
+        self._kept_all_of = 0
         settings = self.settings
         num_reqs = len(batch.caps)
         caps = np.minimum(batch.caps, settings.longest)
@@ -313,6 +328,8 @@ class VerifyPlanner:
         plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_seeded)
         if plain is not None:
             return plain
+        if budget == full and builder.num_fresh == num_reqs and self._draft_free.num_steps == 0:
+            self._kept_all_of = num_reqs
         builder.expected_tokens = priced.expected_tokens(budget)
         builder.predicted_step_seconds = float(priced.prices.seconds[budget])
         builder.table_step_seconds = float(priced.prices.table_seconds[budget])
@@ -361,14 +378,14 @@ class VerifyPlanner:
         builder.table_step_seconds = table_seconds
         return builder.build_plain()
 
-    def _make_full_plan(self, caps: NDArray[np.int64]) -> Plan:
-        caps = np.minimum(caps, self.settings.longest)
+    def _make_full_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
+        caps = np.minimum(np.array(cap_list, dtype=np.int64), self.settings.longest)
         floors = np.minimum(caps, self.settings.floor)
         num_free = int(floors.sum())
         builder = _Builder(floors, caps, num_free, int(caps.sum()) - num_free, self.grid, [])
         for name in STAGES:
-            is_the_rule = name == "small batch"
-            builder.add(decided(name, True, _ONE_TIER) if is_the_rule else skipped(name, _ONE_TIER))
+            is_the_rule = name == "small batch" and reason == _ONE_TIER
+            builder.add(decided(name, True, reason) if is_the_rule else skipped(name, reason))
         return builder.build(builder.max_budget, looks=False)
 
     def _without_prices(self, builder: _Builder, budget: int | None, reason: str) -> Plan:
