@@ -24,8 +24,9 @@ MODES = list(VerifyMode)
 def engine_of(folders, mode: VerifyMode, **settings) -> Harness:  # noqa: F811
     harness = Harness(folders["target"], folders["dflash2"], max_total_tokens=448)
     if mode is not VerifyMode.STATIC:
-        settings = {"min_gain": 0.0, "draft_free": None} | settings
-        adaptive = harness.make_adaptive(mode, LINEAR, grid(48), kept_look_every=1, **settings)
+        looks = {"idle_look_every": 1, "kept_look_every": 1}  # at every step
+        settings = looks | {"min_gain": 0.0, "draft_free": None} | settings
+        adaptive = harness.make_adaptive(mode, LINEAR, grid(48), **settings)
         adaptive.source.num_refits = 100  # warm: trims from the third step on
     harness.scheduler.keep_records(("core", "reqs"))
     return harness
