@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +16,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
 from closed_loop import Seen, summarise
 from serving import median_interval, oracle_ratio, settings_of, verdicts
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_says_what_was_recorded():
+    recorded = json.loads((ROOT / "benchmark" / "results" / "serving_cpu.json").read_text())
+    rows = re.findall(
+        r"^[|] ([01]) [|] (\d+) [|] ([^\n]*) [|]$", (ROOT / "docs/performance.md").read_text(), re.M
+    )
+    assert len(rows) == len(recorded["ratios"]) == 12
+    for (temperature, concurrency, rest), row in zip(rows, recorded["ratios"], strict=True):
+        assert (float(temperature), int(concurrency)) == (row["temperature"], row["concurrency"])
+        ratio, interval, output, oracle, *_ = rest.split(" | ")
+        assert ratio == f"{row['ratio']:.2f}"
+        assert interval == "{:.2f} … {:.2f}".format(*row["interval"])
+        assert (output, oracle) == (f"{row['output_ratio']:.2f}", f"{row['oracle']:.2f}")
 
 
 def test_figures_are_of_the_time_at_full_concurrency():
