@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -326,6 +327,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-oracle", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    for name, least in (
+        ("pairs", 1),
+        ("requests_per_client", 1),
+        ("max_new_tokens", 16),
+        ("min_requests", 1),
+    ):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if min(options.concurrency) < 1 or min(options.temperature) < 0:
+        parser.error("--concurrency must be at least 1, --temperature at least 0")
+    for arm in options.arms:
+        if not re.fullmatch(r"static(:[2-9]\d*)?|compact|cap-accept|off", arm):
+            parser.error(f"--arms {arm}: static, static:N, compact, cap-accept or off")
     if options.sweep:
         options.concurrency, options.temperature = list(SWEEP_CONCURRENCY), list(SWEEP_TEMPERATURES)
     return options
@@ -359,7 +373,7 @@ def main() -> None:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.4g}")
+        return float(f"{value:.4g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -183,6 +183,14 @@ def test_static_and_core_alone(capsys, tmp_path):
         ("[1]", [], "expected objects with forward_ct"),
         ('[{"forward_ct": 4}]', ["--forward-ct", "5"], "no such decode step among 4 to 4"),
         ('[{"forward_ct": 4}]', ["--last", "0"], "--last 0: must be at least 1"),
+        ('[{"forward_ct": 4}]', [], "no step records of a server"),
+        ('{"internal_states": null}', [], "no step records of a server"),
+        (
+            '[{"forward_ct": 1, "bs": 1, "num_verify_tokens": 8, "plan": {}}]',
+            [],
+            "no step records of a server",
+        ),
+        pytest.param("[" * 100_000, [], "no step records of a server", id="deep"),
     ],
 )
 def test_nothing_to_explain(capsys, tmp_path, text, options, reason):

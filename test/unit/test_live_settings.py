@@ -131,6 +131,7 @@ REFUSED = [
     ({"ragged_verify_mode": "static", "dspark_force_budget_frac": 0.5}, "set ragged_verify_mode too"),
     ({"ragged_verify_mode": "static", "nonsense": 1}, "no such setting"),
     ({"dspark_force_budget_frac": "half"}, "fraction in (0, 1]"),
+    ({"ragged_verify_mode": "x\nFORGED"}, "got 'x\\nFORGED'"),
 ]
 
 
@@ -141,6 +142,59 @@ def test_nonsense_is_refused_and_changes_nothing(pair, values, reason):
     worker = engine.scheduler._worker
     assert (worker.adaptive.mode, worker.width, worker.speculates) == (VerifyMode.COMPACT, WIDTH, True)
     assert worker.adaptive.planner.pinned_fraction == 0.4
+
+
+def test_what_is_set_is_told_and_can_be_cleared_in_any_mode(pair):
+    engine = adaptive(pair)
+    state = engine.scheduler.verification_state
+    assert switch(engine, speculative_max_verify_len=3, speculation=False) is None
+    assert (state()["speculative_max_verify_len"], state()["speculation"]) == (3, False)
+    assert switch(engine, ragged_verify_mode="static", speculative_num_draft_tokens=4) is None
+    assert (state()["speculative_num_draft_tokens"], state()["ragged_verify_mode"]) == (4, "static")
+    assert switch(engine, dspark_force_budget_frac=None, speculative_max_verify_len=None) is None
+    assert switch(engine, ragged_verify_mode="compact", speculative_num_draft_tokens=None) is None
+    assert (state()["pinned_budget_fraction"], state()["speculative_max_verify_len"]) == (None, WIDTH)
+
+
+def test_means_over_recent_steps_are_of_one_width(pair):
+    engine = Harness(*pair)
+    outcome(engine)
+    assert switch(engine, speculative_num_draft_tokens=2) is None
+    outcome(engine)
+    (rate,) = [
+        sample.value for sample in engine.scheduler.metrics().samples if sample.name == "spec_accept_rate"
+    ]
+    assert 0 <= rate <= 1
+
+
+def test_counters_stay_while_verification_is_static(pair):
+    engine = adaptive(pair)
+    outcome(engine)
+    counters = {s.name for s in engine.scheduler.metrics().samples if s.name.endswith("_total")}
+    assert switch(engine, ragged_verify_mode="static") is None
+    assert {s.name for s in engine.scheduler.metrics().samples if s.name.endswith("_total")} == counters
+
+
+def test_without_speculation_compact_runs_a_row_for_each_request(pair):
+    engine = adaptive(pair)
+    engine.scheduler._worker.adaptive.planner.pin(None)
+    assert switch(engine, speculation=False) is None
+    outcome(engine)
+    decoded = [record for record in engine.scheduler.records if record.num_reqs]
+    assert all(record.num_rows_run == record.num_reqs for record in decoded)
+
+
+def test_a_collector_keeps_its_mode(tmp_path, monkeypatch):
+    target = write_target(tmp_path / "target")
+    draft = write_dspark(tmp_path / "draft", target)
+    monkeypatch.setenv("SGLANG_DSPARK_STS_COLLECT_PATH", str(tmp_path / "r"))
+    engine = Harness(target, draft, ragged_verify_mode="cap-accept")
+    for values in (
+        {"ragged_verify_mode": "static"},
+        {"dspark_force_budget_frac": 0.2},
+        {"speculative_max_verify_len": 3},
+    ):
+        assert "are being collected" in switch(engine, **values)
 
 
 def test_a_width_must_be_undone_before_the_ragged_modes(pair):

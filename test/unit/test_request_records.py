@@ -149,9 +149,12 @@ def test_plans_and_confidence(folders, mode):  # noqa: F811
         if "budget" in step:
             spent = sum(r["verify_len"] - r["floor"] for r in step["reqs"])
             assert spent == step["budget"] == plan["num_tokens"] - plan["num_floor_tokens"]
-            assert step["predicted_theta"] == pytest.approx(
-                plan["expected_tokens"] / step["predicted_step_ms"] * 1e3
-            )
+            if drafted:
+                assert step["predicted_theta"] == pytest.approx(
+                    plan["expected_tokens"] / step["predicted_step_ms"] * 1e3
+                )
+            else:  # everybody has one token left, and nothing is priced
+                assert {stage["reason"] for stage in plan["stages"]} == {"nobody can use a draft"}
         if mode is VerifyMode.COMPACT:
             assert step["num_verify_tokens"] == step["verify_tokens_graph_key"] >= plan["num_tokens"]
 
@@ -164,7 +167,8 @@ def test_steps_without_a_draft_draft_nothing(folders):  # noqa: F811
     plain_steps = [step for step in steps_of(harness) if not step["plan"]["draft"]]
     assert len(plain_steps) > 5
     for step in plain_steps:
-        assert step["plan"]["plain_theta"] == pytest.approx(step["predicted_theta"])
+        if any(record["cap"] > 1 for record in step["reqs"]):
+            assert step["plan"]["plain_theta"] == pytest.approx(step["predicted_theta"])
         for record in step["reqs"]:
             assert (record["verify_len"], record["acc_len"], record["cap_trim"]) == (1, 1, 0)
             assert record["draft_tokens"] is record["confidence"] is None

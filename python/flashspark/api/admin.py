@@ -24,6 +24,8 @@ from .wire import json_response, unless_disconnected
 
 logger = logging.getLogger("flashspark.api")
 
+# Flags that /set_internal_state changes: /server_info tells what holds now.
+_LIVE_SETTINGS = frozenset({"ragged_verify_mode", "speculative_num_draft_tokens"})
 _SECRET_ARGS = frozenset({"api_key", "admin_api_key"})
 
 
@@ -157,6 +159,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         "heartbeat_age": context.engine.heartbeat_age_s,
         "internal_states": [internal],
     }
+    body.update({name: state[name] for name in _LIVE_SETTINGS & state.keys()})
     return json_response(body)
 
 

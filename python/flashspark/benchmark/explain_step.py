@@ -31,11 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
             records = records_in(parse(text), args.rank)
-        chosen = choose(records, args.last, args.forward_ct)
+        text = "\n\n".join(explain(record) for record in choose(records, args.last, args.forward_ct))
     except (OSError, ValueError, ProfileError) as error:
         print(f"explain_step: {error}", file=sys.stderr)
         return 1
-    print("\n\n".join(explain(record) for record in chosen))
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        print(f"explain_step: these are no step records of a server ({error!r})", file=sys.stderr)
+        return 1
+    print(text)
     return 0
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
+from flashspark.speculative.sts_records import CollectingHead
 from flashspark.speculative.worker import SpeculativeWorker
 
 from .record_feed import RecordFeed
@@ -29,7 +30,7 @@ class LiveSettings:
     def __init__(self, worker: SpeculativeWorker) -> None:
         self._worker = worker
         self._trained_width = worker.width
-        self._verifier: AdaptiveVerifier | None = None  # as built, also while verification is static
+        self._built: AdaptiveVerifier | None = None  # also while verification is static
         self.feed: RecordFeed | None = None
         self._settings: dict[str, Callable[[Value], Change]] = {
             "dspark_force_budget_frac": self._pin,
@@ -41,10 +42,25 @@ class LiveSettings:
         }
         self._next_mode, self._next_width, self._is_idle = VerifyMode.STATIC, 0, True
 
+    @property
+    def verifier(self) -> AdaptiveVerifier | None:
+        """The verifier that the server was started with, whatever the mode is now."""
+        self._built = self._worker.adaptive or self._built
+        return self._built
+
+    def state(self) -> dict[str, int | bool | None]:
+        """What is set at present and is not told elsewhere."""
+        verifier = self.verifier
+        longest = None if verifier is None else verifier.planner.settings.longest
+        return {
+            "speculation": self._worker.speculates and self._worker.gamma > 0,
+            "speculative_num_draft_tokens": self._worker.width if self._worker.gamma else None,
+            "speculative_max_verify_len": longest,
+        }
+
     def apply(self, values: Mapping[str, Value], is_idle: bool) -> str | None:
         """Changes everything and returns None, or changes nothing and returns why."""
         worker = self._worker
-        self._verifier = worker.adaptive or self._verifier
         # What the others are judged by: the mode and width as they will be.
         self._next_mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
         self._next_width, self._is_idle = worker.width, is_idle
@@ -77,16 +93,19 @@ class LiveSettings:
         raise Refusal(f"no such setting; there are {', '.join(sorted(self._settings))}")
 
     def _pin(self, value: Value) -> Change:
+        if value is None and (built := self.verifier) is not None:
+            # At any time and in any mode: whoever gives up must be able to clean up.
+            return lambda: built.planner.pin(None)
         verifier = self._adaptive_verifier()
-        if value is None:  # at any time: whoever gives up must be able to clean up
-            return lambda: verifier.planner.pin(None)
-        fraction = math.nan if isinstance(value, bool | str) else float(value)
+        fraction = math.nan if value is None or isinstance(value, bool | str) else float(value)
         if not 0 < fraction <= 1:
-            raise Refusal(f"a fraction in (0, 1], or null to let the planner decide, got {value}")
+            raise Refusal(f"a fraction in (0, 1], or null to let the planner decide, got {value!r}")
         self._check_idle("a budget is pinned")
         return lambda: verifier.planner.pin(fraction)
 
     def _clear_records(self, value: Value) -> Change:
+        if isinstance(value, str):
+            raise Refusal(f"true or false, got {value!r}")
         if self.feed is None:
             raise Refusal("no records are kept: start the server with SGLANG_DSPARK_ENABLE_SPS_RECORD=1")
         return self.feed.clear if value else _nothing
@@ -95,7 +114,8 @@ class LiveSettings:
         try:
             mode = VerifyMode(value)
         except ValueError:
-            raise Refusal(f"one of {', '.join(mode.value for mode in VerifyMode)}, got {value}") from None
+            raise Refusal(f"one of {', '.join(mode.value for mode in VerifyMode)}, got {value!r}") from None
+        self._check_not_collecting()
         self._next_mode, verifier = mode, None
         if mode is not VerifyMode.STATIC:
             verifier = self._adaptive_verifier()
@@ -115,14 +135,15 @@ class LiveSettings:
         return switch
 
     def _set_max_verify_len(self, value: Value) -> Change:
-        verifier = self._adaptive_verifier()
+        built = self.verifier
+        verifier = built if value is None and built is not None else self._adaptive_verifier()
         longest = self._trained_width if value is None else value
         if (
             isinstance(longest, bool)
             or not isinstance(longest, int)
             or not 1 <= longest <= self._trained_width
         ):
-            raise Refusal(f"rows of a block, 1 … {self._trained_width}, or null for all, got {value}")
+            raise Refusal(f"rows of a block, 1 … {self._trained_width}, or null for all, got {value!r}")
         self._check_idle("the cap changes")
         return lambda: verifier.planner.limit(longest)
 
@@ -132,14 +153,16 @@ class LiveSettings:
         if trained < 2:
             raise Refusal("there is no draft: start the server with --speculative-draft-model-path")
         if isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= trained:
-            raise Refusal(f"rows of a block, 2 … {trained}, or null for all, got {value}")
+            raise Refusal(f"rows of a block, 2 … {trained}, or null for all, got {value!r}")
         self._check_idle("the block's width changes")
         self._next_width = width
         return lambda: worker.set_width(width)
 
     def _set_speculation(self, value: Value) -> Change:
         if not isinstance(value, bool):
-            raise Refusal(f"true or false, got {value}")
+            raise Refusal(f"true or false, got {value!r}")
+        if value and self._worker.drafter is None:
+            raise Refusal("there is no draft: start the server with --speculative-draft-model-path")
         self._check_idle("speculation is switched")
 
         def switch() -> None:
@@ -147,16 +170,25 @@ class LiveSettings:
 
         return switch
 
+    def _check_not_collecting(self) -> None:
+        if self.verifier is not None and isinstance(self.verifier.source, CollectingHead):
+            raise Refusal(
+                "records for a calibration are being collected, which takes full blocks in cap-accept: unset "
+                "SGLANG_DSPARK_STS_COLLECT_PATH"
+            )
+
     def _adaptive_verifier(self) -> AdaptiveVerifier:
         """The verifier, if verification will be anything but static."""
-        if self._verifier is None or self._next_mode is VerifyMode.STATIC:
+        verifier = self.verifier
+        if verifier is None or self._next_mode is VerifyMode.STATIC:
             hint = (
                 "start the server with --ragged-verify-mode compact"
-                if self._verifier is None
+                if verifier is None
                 else "set ragged_verify_mode too"
             )
             raise Refusal(f"verification is static, every block is verified in full: {hint}")
-        return self._verifier
+        self._check_not_collecting()
+        return verifier
 
     def _check_idle(self, what: str) -> None:
         if not self._is_idle:

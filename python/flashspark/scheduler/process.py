@@ -75,7 +75,7 @@ class SchedulerService:
                 self._channel.send(MetricsReply(message.query_id, self._scheduler.metrics()))
             case SetStateRequest():
                 refusal = self._scheduler.set_internal_state(message.values)
-                logger.info("live settings %s: %s", message.values, refusal or "changed")
+                logger.info("live settings %r: %s", message.values, refusal or "changed")
                 self._channel.send(SetStateReply(message.query_id, refusal))
             case Shutdown():
                 self._stopping = True

@@ -157,7 +157,10 @@ class Scheduler:
 
     def set_internal_state(self, values: Mapping[str, Value]) -> str | None:
         """Changes live settings, all or none; returns why where it is none."""
-        return self._settings.apply(values, is_idle=not self.has_work)
+        refusal = self._settings.apply(values, is_idle=not self.has_work)
+        if refusal is None and not self.has_work:
+            self.records.clear()  # means over recent steps are of one mode and one width
+        return refusal
 
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
@@ -165,7 +168,7 @@ class Scheduler:
 
     def close(self) -> None:
         """After the last step: writes the confidence records that waited for more."""
-        adaptive = self._worker.adaptive
+        adaptive = self._settings.verifier
         if adaptive is not None and isinstance(adaptive.source, CollectingHead):
             adaptive.source.close()
 
@@ -200,10 +203,11 @@ class Scheduler:
         """How much is verified at present and what decides it, for /server_info."""
         adaptive, steps = self._worker.adaptive, self.totals["verify_steps"]
         if adaptive is None:
-            return {"ragged_verify_mode": "static"}
+            return {"ragged_verify_mode": "static", **self._settings.state()}
         correction = adaptive.planner.correction
         return {
             "ragged_verify_mode": adaptive.mode.value,
+            **self._settings.state(),
             "avg_spec_cap_length": self.totals["verify_tokens"] / steps if steps else 0.0,
             "confidence_is_ready": adaptive.source.is_ready,
             "plan_hash": self._step_totals.plan_hash,
@@ -216,7 +220,12 @@ class Scheduler:
         limits, gamma = self.limits, self._worker.gamma
         means = DecodeMeans.of(list(self.records)[-limits.decode_log_interval :], gamma)
         return scheduler_metrics(
-            self.state(), self._step_totals, means, gamma, limits.max_total_num_tokens, self._worker.adaptive
+            self.state(),
+            self._step_totals,
+            means,
+            gamma,
+            limits.max_total_num_tokens,
+            self._settings.verifier,
         )
 
     @property

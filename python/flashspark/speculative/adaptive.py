@@ -65,6 +65,8 @@ class AdaptiveVerifier:
         num_steps_without_draft: Sequence[int],
     ) -> Plan:
         """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
+        if max(caps) == 1:
+            return self.planner.anchors_plan(len(caps))
         if not self.planner.looks(len(caps), sum(caps)):
             return self.planner.full_plan(caps)
         batch = PlanInput(

@@ -57,6 +57,7 @@ IDLE_LOOK_EVERY = 8
 KEPT_LOOK_EVERY = 4  # likewise where everything was kept at the last look
 MAX_FULL_PLANS = 256
 _ONE_TIER = "one tier for all budgets"
+_NO_DRAFTS = "nobody can use a draft"
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,18 @@ class VerifyPlanner:
         builder.expected_tokens, builder.predicted_step_seconds = float(num_reqs), seconds
         builder.table_step_seconds = table_seconds
         return builder.build_plain()
+
+    def anchors_plan(self, num_reqs: int) -> Plan:
+        """For a step in which nobody can use a draft: one row for each request. Shared, never written."""
+        key = (_NO_DRAFTS, (1,) * num_reqs)
+        plan = self._full_plans.get(key)
+        if plan is None:
+            ones = np.ones(num_reqs, dtype=np.int64)
+            builder = _Builder(ones, ones, num_reqs, 0, self.grid, [])
+            for name in STAGES:
+                builder.add(skipped(name, _NO_DRAFTS))
+            plan = self._full_plans[key] = builder.build_plain()
+        return plan
 
     def _make_full_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
         caps = np.minimum(np.array(cap_list, dtype=np.int64), self.settings.longest)
