@@ -148,7 +148,12 @@ def test_static_ignores_the_rest_with_warnings(folders, caplog):
         assert f"--speculative-{flag} has no effect in static verification" in caplog.text
     assert harness._worker.adaptive is None
     assert harness.ready.info["speculative_cost_table_source"] is None
-    assert harness.scheduler.verification_state() == {"ragged_verify_mode": "static"}
+    assert harness.scheduler.verification_state() == {
+        "ragged_verify_mode": "static",
+        "speculation": True,
+        "speculative_num_draft_tokens": 6,
+        "speculative_max_verify_len": None,
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)

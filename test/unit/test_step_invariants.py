@@ -93,7 +93,10 @@ def test_cap_accept_of_full_blocks_is_static_bit_for_bit(folders, drafts, draft,
     records = decode_steps(capped)
     for record in records:
         pin = next(stage for stage in record.plan.record.stages if stage.name == "pin")
-        assert pin.ran and record.plan.verify.full and record.plan.verify.budget is not None
+        assert (
+            pin.ran or record.num_rows_run == record.num_reqs
+        )  # the last token of everybody: nothing to pin
+        assert record.plan.verify.full and record.plan.verify.budget is not None
         assert record.num_verify_tokens == record.num_rows_run == record.plan.verify.num_tokens
     assert calls["verify_lens"] == len(records)
     assert calls["full_rows"] == sum(r.num_rows_run == r.num_reqs * WIDTH for r in records) > 0
