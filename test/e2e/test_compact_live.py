@@ -86,6 +86,7 @@ def test_tiny_pair_with_a_table_from_a_file(
     static = batch(server, prompts, 260)
     assert not CAP_KEYS & static[0]["meta_info"].keys()
     flags = [*("--ragged-verify-mode", mode), *("--speculative-dspark-sps-table-path", str(table))]
+    flags += ["--speculative-cost-table", "none"]  # no price for doing without this hopeless draft
     flags += ["--max-running-requests", "16", "--speculative-min-drafts-every", "4", "--enable-metrics"]
     with running_server(*speculative(*tiny_pair), *flags, log=tmp_path / "log") as adaptive:
         assert ids_of(batch(adaptive, prompts, 260)) == ids_of(static)
