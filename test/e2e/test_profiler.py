@@ -136,7 +136,8 @@ def test_a_2d_table_from_scratch_predicts_cells_it_has_not_seen(compact: Server,
         abs(error.relative)
         for error in fit_errors(table, [one for one in rounds if one.batch_size in {3, 6, 12}])
     ]
-    assert len(errors) == 12
+    print("held-out cells, relative errors:", sorted(errors))
+    assert len(errors) == 11  # 12 cells, but 3 requests run as many rows at 3/4 of their drafts as in full
     assert statistics.median(errors) < 0.15, errors
     compact.wait_idle()
 
