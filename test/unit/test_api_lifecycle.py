@@ -59,6 +59,15 @@ class Background:
         return self.response
 
 
+def slow_ones_of_every_kind(server: FakeServer) -> list[Background]:
+    """Twenty seconds of work each, on both routes, streamed and not."""
+    return [
+        Background(server, path, slow(100, 200, stream, path))
+        for path in ("/generate", "/v1/completions")
+        for stream in (False, True)
+    ]
+
+
 def scheduler_of(server: FakeServer) -> psutil.Process:
     (child,) = psutil.Process(server.process.pid).children()
     return child
@@ -92,11 +101,7 @@ def test_signals_drain(folder, socket_root, number):
 
 def test_a_draining_server_ends_what_takes_too_long(folder):
     with FakeServer(folder, "--shutdown-timeout", "0.5") as server:
-        running = [
-            Background(server, path, slow(100, 200, stream, path))
-            for path in ("/generate", "/v1/completions")
-            for stream in (False, True)
-        ]
+        running = slow_ones_of_every_kind(server)
         started = time.monotonic()
         server.signal()
         native, native_stream, text, text_stream = [request.wait() for request in running]
@@ -163,11 +168,7 @@ def test_a_silent_scheduler_ends_the_server(folder):
 
 def test_a_hanging_scheduler_is_reported_to_every_client_of_a_draining_server(folder):
     with FakeServer(folder, "--shutdown-timeout", "0.5") as server:
-        running = [
-            Background(server, path, slow(100, 200, stream, path))
-            for path in ("/generate", "/v1/completions")
-            for stream in (False, True)
-        ]
+        running = slow_ones_of_every_kind(server)
         time.sleep(0.3)  # both streams have begun
         os.kill(scheduler_of(server).pid, signal.SIGSTOP)
         started = time.monotonic()

@@ -62,15 +62,13 @@ class LiveSettings:
         """Changes everything and returns None, or changes nothing and returns why."""
         worker = self._worker
         # What the others are judged by: the mode and width as they will be.
-        self._next_mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
+        self._next_mode = worker.mode
         self._next_width, self._is_idle = worker.width, is_idle
         changes: list[Change] = []
         order = ("ragged_verify_mode", "speculative_num_draft_tokens")
         for name in sorted(values, key=lambda name: order.index(name) if name in order else len(order)):
             try:
                 changes.append(self._change(name, values[name]))
-                if name == "speculative_num_draft_tokens":
-                    changes.append(self._renew_feed)
             except Refusal as refusal:
                 return f"{name}: {refusal}"
         if self._next_mode is not VerifyMode.STATIC and self._next_width != self._trained_width:
@@ -156,7 +154,12 @@ class LiveSettings:
             raise Refusal(f"rows of a block, 2 … {trained}, or null for all, got {value!r}")
         self._check_idle("the block's width changes")
         self._next_width = width
-        return lambda: worker.set_width(width)
+
+        def switch() -> None:
+            worker.set_width(width)
+            self._renew_feed()
+
+        return switch
 
     def _set_speculation(self, value: Value) -> Change:
         if not isinstance(value, bool):
@@ -197,9 +200,7 @@ class LiveSettings:
     def _renew_feed(self) -> None:
         """Records of one feed are of one mode and one width."""
         if self.feed is not None:
-            worker = self._worker
-            mode = VerifyMode.STATIC if worker.adaptive is None else worker.adaptive.mode
-            self.feed.restart(mode.value, worker.width)
+            self.feed.restart(self._worker.mode.value, self._worker.width)
 
 
 def _nothing() -> None:

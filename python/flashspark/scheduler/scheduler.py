@@ -147,7 +147,7 @@ class Scheduler:
 
     def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
         """Keeps a record of every decode step from now on, for profilers."""
-        worker, mode = self._worker, self._verify_mode.value
+        worker, mode = self._worker, self._worker.mode.value
         header = FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len)
         self._feed = self._settings.feed = RecordFeed(header)
 
@@ -227,10 +227,6 @@ class Scheduler:
             limits.max_total_num_tokens,
             self._settings.verifier,
         )
-
-    @property
-    def _verify_mode(self) -> VerifyMode:
-        return VerifyMode.STATIC if self._worker.adaptive is None else self._worker.adaptive.mode
 
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
@@ -331,14 +327,14 @@ class Scheduler:
             num_full_tokens=sum(cap_list),
             num_uncapped_tokens=None if num_uncapped is None else num_uncapped_tokens,
             decode_ms=seconds * 1e3,
-            mode=self._verify_mode.value,
+            mode=self._worker.mode.value,
             plan=plan,
             reqs=reqs,
         )
 
     def _num_uncapped(self, accepted: Accepted, batch: StepBatch) -> list[int] | None:
         """Drafts each request would have accepted without a cutoff; None where their rows were not computed."""
-        if self._verify_mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
+        if self._worker.mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
             return None
         if batch.plan is not None and not batch.plan.draft:
             return [0] * len(batch.cap_list)

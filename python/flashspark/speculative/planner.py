@@ -55,7 +55,7 @@ STAGES = (
 # A batch whose budgets all run on one tier is planned, and learned from, on every so many of its steps.
 IDLE_LOOK_EVERY = 8
 KEPT_LOOK_EVERY = 4  # likewise where everything was kept at the last look
-MAX_FULL_PLANS = 256
+MAX_SHARED_PLANS = 256
 _ONE_TIER = "one tier for all budgets"
 _NO_DRAFTS = "nobody can use a draft"
 
@@ -209,9 +209,9 @@ class VerifyPlanner:
         self.pinned_fraction: float | None = None
         self._draft_free = DraftFreeState()
         self._num_unlooked = 0  # steps since the last look
-        self._look_every, self._why_unlooked = 1, ""
+        self._why_unlooked = ""
         self._kept_all_of = 0  # requests of the last look, if it kept everything and knew everybody
-        self._full_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
+        self._shared_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
@@ -223,7 +223,7 @@ class VerifyPlanner:
     def limit(self, max_verify_len: int) -> None:
         """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
         self.settings = replace(self.settings, max_verify_len=max_verify_len)
-        self._full_plans.clear()
+        self._shared_plans.clear()
 
     def looks(self, num_reqs: int, num_rows: int) -> bool:
         """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step.
@@ -232,9 +232,9 @@ class VerifyPlanner:
         learn from it, and to ask whether it should draft at all, and neither has to happen every time. Nor where
         everything was kept at the last look, by confidence in everybody: looking costs a small step some percent.
         """
-        self._look_every, self._why_unlooked = self._cadence(num_reqs, num_rows)
+        every, self._why_unlooked = self._cadence(num_reqs, num_rows)
         self._num_unlooked += 1
-        if self._num_unlooked < self._look_every:
+        if self._num_unlooked < every:
             return False
         self._num_unlooked = 0
         return True
@@ -255,13 +255,11 @@ class VerifyPlanner:
 
         The draft-free state stays as it was. Plans are shared by the steps they fit: never written.
         """
-        key = (self._why_unlooked, tuple(caps))
-        plan = self._full_plans.get(key)
-        if plan is None:
-            if len(self._full_plans) >= MAX_FULL_PLANS:
-                self._full_plans.clear()
-            plan = self._full_plans[key] = self._make_full_plan(*key)
-        return plan
+        return self._shared_plan(self._why_unlooked, tuple(caps))
+
+    def anchors_plan(self, num_reqs: int) -> Plan:
+        """For a step in which nobody can use a draft: one row for each request. Shared, never written."""
+        return self._shared_plan(_NO_DRAFTS, (1,) * num_reqs)
 
     def plan(self, batch: PlanInput) -> Plan:
         """Plans one decode step. Deterministic in its inputs and the planner's own past."""
@@ -379,19 +377,16 @@ class VerifyPlanner:
         builder.table_step_seconds = table_seconds
         return builder.build_plain()
 
-    def anchors_plan(self, num_reqs: int) -> Plan:
-        """For a step in which nobody can use a draft: one row for each request. Shared, never written."""
-        key = (_NO_DRAFTS, (1,) * num_reqs)
-        plan = self._full_plans.get(key)
+    def _shared_plan(self, reason: str, caps: tuple[int, ...]) -> Plan:
+        plan = self._shared_plans.get((reason, caps))
         if plan is None:
-            ones = np.ones(num_reqs, dtype=np.int64)
-            builder = _Builder(ones, ones, num_reqs, 0, self.grid, [])
-            for name in STAGES:
-                builder.add(skipped(name, _NO_DRAFTS))
-            plan = self._full_plans[key] = builder.build_plain()
+            if len(self._shared_plans) >= MAX_SHARED_PLANS:
+                self._shared_plans.clear()
+            plan = self._shared_plans[reason, caps] = self._make_shared_plan(reason, caps)
         return plan
 
-    def _make_full_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
+    def _make_shared_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
+        """A plan that depends on the caps alone, every stage with the same reason."""
         caps = np.minimum(np.array(cap_list, dtype=np.int64), self.settings.longest)
         floors = np.minimum(caps, self.settings.floor)
         num_free = int(floors.sum())
@@ -399,7 +394,9 @@ class VerifyPlanner:
         for name in STAGES:
             is_the_rule = name == "small batch" and reason == _ONE_TIER
             builder.add(decided(name, True, reason) if is_the_rule else skipped(name, reason))
-        return builder.build(builder.max_budget, looks=False)
+        return (
+            builder.build_plain() if reason == _NO_DRAFTS else builder.build(builder.max_budget, looks=False)
+        )
 
     def _without_prices(self, builder: _Builder, budget: int | None, reason: str) -> Plan:
         """A plan that looked at no price: the stages not asked so far are skipped for the same reason."""

@@ -39,6 +39,11 @@ class SpeculativeWorker:
             True  # False: drafts are made and verified, and none is kept, for measuring step times
         )
 
+    @property
+    def mode(self) -> VerifyMode:
+        """How it verifies at present."""
+        return VerifyMode.STATIC if self.adaptive is None else self.adaptive.mode
+
     def set_width(self, width: int) -> None:
         """Blocks of `width` rows from now on, 2 … what the draft was built for. Nobody holds a row, and adaptive
         verification, which is built for one width, is not asked to plan others."""
