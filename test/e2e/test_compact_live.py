@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,8 @@ def test_tiny_pair_with_a_table_from_a_file(
         check_metrics(adaptive, state, num_answers=16)
         explain = [sys.executable, "-m", "flashspark.benchmark.explain_step", "--base-url", adaptive.url]
         told = subprocess.run([*explain, "--last", "3"], capture_output=True, text=True, check=True).stdout
-        assert told.count(f", {mode}: 8 requests, ") == 3
+        # Eight prompts of one call need not join in one step, so the last steps may hold fewer than eight.
+        assert len(re.findall(rf"^step \d+, {mode}: [1-8] requests?, ", told, re.MULTILINE)) == 3
         assert told.count("\nlengths: ") == 3
 
 
