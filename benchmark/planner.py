@@ -64,7 +64,7 @@ def make_batches(num_reqs: int, gamma: int) -> list[PlanInput]:
                 relayed=RelayedConfidence(confidence, stored),
                 generations=generations,
                 caps=np.where(rng.random(num_reqs) < 0.03, rng.integers(1, gamma + 2, num_reqs), gamma + 1),
-                seeded=rng.random(num_reqs) < 0.01,
+                keeps_block=rng.random(num_reqs) < 0.01,
                 num_steps_without_draft=rng.integers(0, 20, num_reqs),
             )
         )

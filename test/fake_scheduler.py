@@ -79,7 +79,8 @@ class Running:
 
     def step(self) -> RequestOutput:
         sampling, ids = self.request.sampling, self.request.input_ids
-        width = WIDTH if self.request.speculation == "static" else 1
+        drafts = self.request.speculation != "off"
+        width = min(WIDTH, self.request.max_verify_len or WIDTH) if drafts else 1
         new: list[int] = []
         finish = None
         while len(new) < width and finish is None:
@@ -93,7 +94,7 @@ class Running:
                 finish = FinishReason("stop", match.stop)
             elif self.num_tokens >= sampling.max_new_tokens:
                 finish = FinishReason("length")
-        if self.request.speculation == "static":
+        if drafts:
             self.num_steps += 1
             self.num_drafted += WIDTH - 1
             self.num_accepted += len(new) - 1

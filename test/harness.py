@@ -31,7 +31,8 @@ class Job:
     max_new_tokens: int = 32
     arrive: int = 0
     abort: int | None = None
-    speculation: str = "static"
+    speculation: str = "adaptive"
+    max_verify_len: int | None = None
     choice_index: int = 0
     sampling: dict = field(default_factory=dict)
 
@@ -166,7 +167,12 @@ def to_message(request_id: str, job: Job) -> GenerateRequest:
         max_new_tokens=job.max_new_tokens, **({"temperature": 0.0, "ignore_eos": True} | job.sampling)
     )
     return GenerateRequest(
-        request_id, list(job.prompt), sampling, choice_index=job.choice_index, speculation=job.speculation
+        request_id,
+        list(job.prompt),
+        sampling,
+        choice_index=job.choice_index,
+        speculation=job.speculation,
+        max_verify_len=job.max_verify_len,
     )
 
 

@@ -16,7 +16,7 @@ def full(n, value):
     return np.full(n, value, dtype=np.int64)
 
 
-def plan_input(confidence, *, stale=(), caps=None, seeded=(), waited=None, relayed=True):
+def plan_input(confidence, *, stale=(), caps=None, keeps_block=(), waited=None, relayed=True):
     n, gamma = confidence.shape
     generations = full(n, 3)
     stored = generations.copy()
@@ -25,7 +25,7 @@ def plan_input(confidence, *, stale=(), caps=None, seeded=(), waited=None, relay
         relayed=RelayedConfidence(confidence, stored) if relayed else None,
         generations=generations,
         caps=full(n, gamma + 1) if caps is None else np.array(caps),
-        seeded=np.isin(np.arange(n), seeded),
+        keeps_block=np.isin(np.arange(n), keeps_block),
         num_steps_without_draft=full(n, 0) if waited is None else np.array(waited),
     )
 

@@ -38,7 +38,7 @@ def random_request(rng: random.Random, vocab_size: int, max_new_tokens: int) -> 
     for name in rng.sample(sorted(options), rng.randrange(4)):
         sampling[name] = options[name]
     num_new = rng.randint(1, max_new_tokens)
-    speculation = {"mode": "off"} if rng.random() < 0.2 else None
+    speculation = rng.choice([None, None, None, {"mode": "off"}, {"mode": "static", "max_verify_len": 1}])
     text = "".join(rng.choices(WORDS, k=rng.randint(1, 30)))
     common = {"stream": rng.random() < 0.5, "speculation": speculation}
     match rng.choice(["generate", "ids", "completions", "chat"]):

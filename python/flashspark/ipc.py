@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-SpeculationMode = Literal["off", "static"]
+SpeculationMode = Literal["off", "static", "adaptive"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +48,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     input_ids: list[int]
     sampling: SamplingParams
     choice_index: int = 0  # enters the random draws, so that `n` choices of one seed differ
-    speculation: SpeculationMode = "static"
+    # off: no draft; static: full blocks, whatever a plan would trim; adaptive: as much as the plan of the step says,
+    # which is full blocks too where the server plans nothing.
+    speculation: SpeculationMode = "adaptive"
+    max_verify_len: int | None = None  # rows per step, anchor included: 1 … W; None: W
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):

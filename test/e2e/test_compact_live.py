@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,31 @@ def check_metrics(server: Server, state: dict[str, Any], num_answers: int) -> No
     assert len(observed) == 2 * 5 and observed[0] > 100  # greedy and sampled, five drafts
 
 
+def check_knobs(server: Server, prompt: list[int], expected: list[int]) -> None:
+    """Requests side by side, each with a mode and a limit of its own: one text, and blocks as each asked for them."""
+    asked = [{"mode": "off"}, {"mode": "static"}, {"mode": "static", "max_verify_len": 2}]
+    asked += [{"mode": "adaptive", "max_verify_len": longest} for longest in (1, 3)]
+    body = generate_body(prompt, max_new_tokens=60, ignore_eos=True)
+
+    def one(speculation: dict[str, Any]) -> dict[str, Any]:
+        return server.http.post("/generate", json=body | {"speculation": speculation}).json()
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(one, asked))
+    assert ids_of(answers) == [expected[:60]] * len(asked)
+    for speculation, answer in zip(asked, answers, strict=True):
+        meta = answer["meta_info"]
+        assert meta["speculation"] == speculation
+        if speculation["mode"] == "off":
+            assert not any(key.startswith("spec_") for key in meta)
+            continue
+        longest = speculation.get("max_verify_len", 6)
+        rows = meta["spec_cap_lens_histogram"]
+        assert sum(rows[longest + 1 :]) == 0
+        if speculation["mode"] == "static":  # only near its end is a block shorter
+            assert sum(rows[:longest]) < longest
+
+
 def ids_of(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
@@ -115,6 +141,7 @@ def test_tiny_pair_with_a_table_from_a_file(
         assert "cap len: 6.00" in adaptive.log
         assert " trimmed, " in adaptive.log
         check_metrics(adaptive, state, num_answers=16)
+        check_knobs(adaptive, prompts[0], static[0]["output_ids"])
         explain = [sys.executable, "-m", "flashspark.benchmark.explain_step", "--base-url", adaptive.url]
         told = subprocess.run([*explain, "--last", "3"], capture_output=True, text=True, check=True).stdout
         # Eight prompts of one call need not join in one step, so the last steps may hold fewer than eight.

@@ -243,7 +243,61 @@ def test_extensions(server, tokenizer):
 
 def test_speculation_off_has_no_statistics(server):
     body = {"prompt": "abcd", "max_tokens": 8, "speculation": {"mode": "off"}}
-    assert "speculative" not in post(server, "/v1/completions", **body).json()["usage"]
+    used = post(server, "/v1/completions", **body).json()["usage"]
+    assert "speculative" not in used
+    assert used["speculation"] == {"mode": "off"}
+
+
+def test_what_was_asked_of_the_draft_is_told(server):
+    body = {"prompt": "abcd", "max_tokens": 8}
+    assert post(server, "/v1/completions", **body).json()["usage"]["speculation"] == {"mode": "static"}
+    asked = {"mode": "static", "max_verify_len": 2}
+    used = post(server, "/v1/completions", **body, speculation=asked).json()["usage"]
+    assert (used["speculation"], used["speculative"]["verify_steps"]) == (asked, 4)
+    options = {"include_usage": True}
+    *_, last = frames(
+        post(server, "/v1/completions", **body, speculation=asked, stream=True, stream_options=options)
+    )
+    assert last["usage"]["speculation"] == asked
+    messages = [{"role": "user", "content": "hi"}]
+    chat = post(
+        server, "/v1/chat/completions", messages=messages, return_meta_info=True, speculation=asked
+    ).json()
+    assert chat["usage"]["speculation"] == chat["choices"][0]["meta_info"]["speculation"] == asked
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message", "param"),
+    [
+        ({"mode": "adaptive"}, "needs a server started with --ragged-verify-mode", "speculation.mode"),
+        ({"mode": "static", "max_verify_len": 5}, "5 is more than the 4 rows", "speculation.max_verify_len"),
+        ({"mode": "off", "max_verify_len": 1}, "leave it out", "speculation.max_verify_len"),
+    ],
+)
+def test_speculation_that_cannot_be_had(server, speculation, message, param):
+    bodies = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/generate": {"text": "a"},
+    }
+    for path, body in bodies.items():
+        response = server.client.post(path, json=body | {"speculation": speculation})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert message in error["message"]
+        assert path == "/generate" or error["param"] == param
+
+
+def test_an_adaptive_server_tells_and_takes_its_mode(folder):
+    with FakeServer(folder, *DRAFT, "--ragged-verify-mode", "compact") as server:
+        body = {"text": "abcd", "sampling_params": {"max_new_tokens": 8}}
+        for asked, told in (
+            (None, {"mode": "adaptive"}),
+            ({"mode": "adaptive", "max_verify_len": 3}, {"mode": "adaptive", "max_verify_len": 3}),
+            ({"mode": "static"}, {"mode": "static"}),
+        ):
+            info = post(server, "/generate", **body, speculation=asked).json()["meta_info"]
+            assert info["speculation"] == told
 
 
 def test_models(server, client):

@@ -69,6 +69,7 @@ GOOD: dict[str, object] = {
     "abort_message": "m",
     "server_args": {"a": None, "b": True, "c": 1, "d": 0.5},
     "mode": "off",
+    "max_verify_len": 4,
     "model": "m",
 }
 WRONG = {"bool": "yes", "str": 5}
@@ -209,10 +210,16 @@ def test_nested_fields_are_named_by_path():
     assert refusal(ChatBody, {"messages": [message, {"role": "nobody"}]}).param == "messages[1].role"
     tools = {**message, "tool_calls": [{}]}
     assert refusal(ChatBody, {"messages": [tools]}).param == "messages[0].tool_calls"
-    body = {"prompt": "x", "speculation": {"mode": "adaptive"}}
-    assert refusal(CompletionBody, body).param == "speculation.mode"
-    body = {"prompt": "x", "speculation": {"mode": "static", "max_verify_len": 2}}
-    assert refusal(CompletionBody, body).param == "speculation.max_verify_len"
+    for speculation, name in (
+        ({"mode": "fast"}, "mode"),
+        ({"max_verify_len": 2}, "mode"),
+        ({"mode": "static", "max_verify_len": 0}, "max_verify_len"),
+        ({"mode": "static", "max_verify_len": 2.0}, "max_verify_len"),
+        ({"mode": "adaptive", "max_verify_len": True}, "max_verify_len"),
+        ({"mode": "off", "min_verify_len": 1}, "min_verify_len"),
+    ):
+        for model, good in ((GenerateBody, "text"), (CompletionBody, "prompt")):
+            assert refusal(model, {good: "x", "speculation": speculation}).param == f"speculation.{name}"
     assert ChatBody.parse({"messages": [{"role": "USER", "content": "x"}]}).messages[0].role == "user"
 
 

@@ -169,8 +169,10 @@ def test_the_statistics_it_names_are_those_of_an_answer() -> None:
     assert set(uncapped) == set(spec_details(choice)) - set(of_ragged)
     assert set(openai) == set(usage([choice], [prompt], False, True)["speculative"])
     modes = SpeculationOptions.model_json_schema()["properties"]["mode"]["enum"]
-    assert set(modes) == {"off", "static"}
-    assert '`"speculation": {"mode": "off"}`' in README
+    assert set(modes) == {"off", "static", "adaptive"}
+    told = [row[0] for row in table_rows("`speculation` | what")]
+    assert told[:3] == [f'`{{"mode": "{mode}"}}`' for mode in modes]
+    assert all(f'"{name}"' in told[3] for name in SpeculationOptions.model_fields)
 
 
 @pytest.mark.parametrize("page", PAGES)

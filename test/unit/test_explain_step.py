@@ -80,7 +80,7 @@ against everything verified: 471.6 tokens/s, the plan gains +25.4%
 measured: 12.00 ms, +8.0% beside the price
 
 stages of the plan:
-  seeded floors   not asked         no seeded request
+  full blocks     not asked         no request keeps its block
   fairness floor  not asked         switched off
   pin             not asked         not pinned
   confidence      no change         lagged
@@ -146,8 +146,10 @@ def test_a_step_before_there_is_confidence(capsys, tmp_path):
     assert "nothing was priced" in text
 
 
-def test_a_new_and_a_seeded_request(capsys, tmp_path):
-    text = told(capsys, tmp_path, feed_of(planner_of().plan(plan_input(CONFIDENCE, stale=[1], seeded=[0]))))
+def test_a_new_request_and_one_that_keeps_its_block(capsys, tmp_path):
+    text = told(
+        capsys, tmp_path, feed_of(planner_of().plan(plan_input(CONFIDENCE, stale=[1], keeps_block=[0])))
+    )
     assert "1 request had no confidence that old and counted as certain" in text
     assert "request-0: after 10 tokens, verified 4 of 4 rows (4 for certain), " in text
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from flashspark.scheduler.step_record import StepRecord
 from flashspark.speculative.adaptive import VerifyMode
-from flashspark.speculative.cost_table import SpsCostTable
+from flashspark.speculative.cost_table import PlainStepCosts, SpsCostTable
+from flashspark.speculative.plan_stages import DraftFreeRule
 from flashspark.speculative.tiers import TierGrid, TierRule
 from harness import Harness, Job
 from tiny_models import VOCAB_SIZE, write_dspark
@@ -118,6 +119,56 @@ def test_a_seeded_request_is_never_trimmed(folders):  # noqa: F811
     assert result.stats.num_verified == alone.stats.num_verified
 
 
+def knobs() -> list[Job]:
+    """Every mode with every limit, in one batch."""
+    asked = [("off", None), *((mode, k) for mode in ("adaptive", "static") for k in (None, 1, 2, 4, WIDTH))]
+    return [
+        Job(prompt, 36, speculation=mode, max_verify_len=longest)
+        for prompt, (mode, longest) in zip(prompts(12), asked, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("mode", [None, *MODES], ids=lambda mode: mode.value if mode else "static")
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_mixed_batch_honours_what_each_request_asks_of_the_draft(folders, drafts, plain, draft, mode):  # noqa: F811
+    if mode is None:
+        harness = Harness(folders["target"], drafts[draft])
+    else:
+        harness = make(folders, drafts[draft], mode)
+        harness._worker.adaptive.planner.pin(0.05)  # two drafts per step for all that may be trimmed
+    jobs = knobs()
+    results = harness.run(jobs)
+    assert_same(plain, jobs, results)
+    for job, result in zip(jobs, results, strict=True):
+        stats, longest = result.stats, 1 if job.speculation == "off" else job.max_verify_len or WIDTH
+        assert all(count == 0 for count in stats.accept_histogram[longest:])
+        if longest == 1:
+            assert (stats.num_verify_steps, stats.num_drafted, stats.num_verified) == (36, 0, 0)
+        if mode is not None:
+            assert all(count == 0 for count in stats.verify_histogram[longest + 1 :])
+        if mode is None or job.speculation == "static":  # full blocks, but for the last step's tokens
+            assert stats.num_verified >= (stats.num_verify_steps - longest) * (longest - 1)
+        if mode is not None and job.speculation == "adaptive" and job.max_verify_len is None:
+            assert stats.num_verified < 0.5 * stats.num_verify_steps * (WIDTH - 1)
+
+
+def test_full_blocks_are_not_given_up_for_steps_without_a_draft(folders):  # noqa: F811
+    """A plan that would decode everything plainly drafts for the one request that asked for full blocks."""
+    harness = Harness(folders["target"], folders["dflash2"])
+    adaptive = harness.make_adaptive(
+        VerifyMode.COMPACT, LINEAR, grid(48), draft_free=DraftFreeRule(patience=1)
+    )
+    adaptive.source.num_refits = 100
+    adaptive.planner.plain_costs = PlainStepCosts((1, 48), (1e-6, 1e-6))  # a plain step costs nothing
+    mates = [Job(p, 30) for p in prompts(3)]
+    planned = harness.run([*mates, Job(prompts(4)[3], 30)])[-1]
+    assert planned.stats.num_drafted < 10 * (WIDTH - 1)
+    asked = harness.run([*mates, Job(prompts(4)[3], 30, speculation="static")])[-1]
+    assert asked.tokens == planned.tokens
+    assert asked.stats.num_drafted >= (asked.stats.num_verify_steps - 1) * (WIDTH - 1)
+    assert asked.stats.num_verified >= (asked.stats.num_verify_steps - WIDTH) * (WIDTH - 1)
+
+
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_schedule(folders, drafts, plain, data):  # noqa: F811
@@ -138,7 +189,8 @@ def test_any_schedule(folders, drafts, plain, data):  # noqa: F811
             max_new_tokens=data.draw(st.integers(1, 40)),
             arrive=data.draw(st.integers(0, 30)),
             abort=data.draw(st.none() | st.integers(30, 50)),
-            speculation=data.draw(st.sampled_from(["static", "off"])),
+            speculation=data.draw(st.sampled_from(["adaptive", "static", "off"])),
+            max_verify_len=data.draw(st.none() | st.integers(1, WIDTH)),
         )
         for _ in range(data.draw(st.integers(1, 14)))
     ]

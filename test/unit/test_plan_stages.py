@@ -14,8 +14,8 @@ from flashspark.speculative.plan_stages import (
     DraftFreeState,
     draft_free_choice,
     fairness_floors,
+    full_block_floors,
     gain_guard,
-    seeded_floors,
     tier_fill,
     trimming_is_idle,
 )
@@ -39,15 +39,15 @@ def verify_lens(plan, confidence):
 # Floors
 
 
-def test_seeded_requests_keep_their_full_block_whatever_their_mates_do():
-    floors, record = seeded_floors(full(3, 1), np.array([4, 4, 2]), np.array([False, True, True]))
+def test_who_keeps_its_block_keeps_it_whatever_its_mates_do():
+    floors, record = full_block_floors(full(3, 1), np.array([4, 4, 2]), np.array([False, True, True]))
     assert floors.tolist() == [1, 4, 2] and record.ran and record.changed
-    floors, record = seeded_floors(full(2, 1), full(2, 4), np.array([False, False]))
-    assert floors.tolist() == [1, 1] and (record.ran, record.reason) == (False, "no seeded request")
+    floors, record = full_block_floors(full(2, 1), full(2, 4), np.array([False, False]))
+    assert floors.tolist() == [1, 1] and (record.ran, record.reason) == (False, "no request keeps its block")
     rng = np.random.default_rng(0)
     for _ in range(50):
         confidence = rng.random((3, 3), dtype=np.float32)
-        plan = planner_of(table=STEEP, grid=None, min_gain=0.0).plan(plan_input(confidence, seeded=[1]))
+        plan = planner_of(table=STEEP, grid=None, min_gain=0.0).plan(plan_input(confidence, keeps_block=[1]))
         assert verify_lens(plan, confidence)[1] == 4
         assert plan.verify.num_tokens == 6 + plan.verify.budget  # its block is in the step, and priced
 
@@ -234,7 +234,7 @@ def test_an_arrival_does_not_end_draft_free_decoding():
     [
         ({"draft_free": None}, {}, "switched off"),
         ({"plain_costs": None}, {}, "no price for a plain step"),
-        ({}, {"seeded": [1]}, "a seeded request needs its drafts"),
+        ({}, {"keeps_block": [1]}, "a request keeps its full block"),
         ({"table": None}, {}, "no cost table"),
         ({}, {"relayed": False}, "no confidence old enough"),
     ],
@@ -260,7 +260,7 @@ def test_a_pin_ends_draft_free_decoding():
 def test_a_request_that_cannot_be_drafted_does_not_forbid_plain_steps_by_its_seed():
     poor = np.full((3, 3), 0.02, dtype=np.float32)
     planner = planner_of(plain_costs=PlainStepCosts((1,), (0.001,)), draft_free=DraftFreeRule(patience=1))
-    assert not planner.plan(plan_input(poor, caps=[4, 1, 4], seeded=[1])).draft
+    assert not planner.plan(plan_input(poor, caps=[4, 1, 4], keeps_block=[1])).draft
 
 
 def test_wrong_plain_prices_are_corrected_too():

@@ -266,7 +266,7 @@ def test_generation_zero_is_never_fresh():
         RelayedConfidence(CONFIDENCE, full(3, 0)),
         full(3, 0),
         batch.caps,
-        batch.seeded,
+        batch.keeps_block,
         batch.num_steps_without_draft,
     )
     assert planner_of().plan(never).record.num_fresh == 0
@@ -299,7 +299,7 @@ def test_any_plan_fits_and_tells_of_every_stage(confidence, data):
         confidence,
         stale=data.draw(st.sets(st.integers(0, n - 1))),
         caps=data.draw(st.lists(st.integers(1, gamma + 1), min_size=n, max_size=n)),
-        seeded=list(data.draw(st.sets(st.integers(0, n - 1)))),
+        keeps_block=list(data.draw(st.sets(st.integers(0, n - 1)))),
         waited=data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)),
         relayed=data.draw(st.booleans()),
     )

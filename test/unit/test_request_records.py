@@ -139,7 +139,7 @@ def test_plans_and_confidence(folders, mode):  # noqa: F811
             assert record["floor"] <= record["verify_len"] <= record["cap"]
         plan = step["plan"]
         assert [stage["name"] for stage in plan["stages"]][:4] == [
-            "seeded floors",
+            "full blocks",
             "fairness floor",
             "pin",
             "confidence",

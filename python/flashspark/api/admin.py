@@ -20,6 +20,7 @@ from .engine_client import EngineDead
 from .errors import RequestError, unavailable
 from .generation import Generation, Prompt
 from .protocol import AbortBody, SetInternalStateBody
+from .sampling import default_speculation
 from .wire import json_response, unless_disconnected
 
 logger = logging.getLogger("flashspark.api")
@@ -48,7 +49,7 @@ async def health_generate(request: Request, context: ServerContext) -> Response:
 async def probe(context: ServerContext) -> None:
     """Generates one token; `TimeoutError` or `RequestError` if it does not come."""
     prompt = Prompt(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))
-    generation = Generation([prompt], context.tokenizer, "static" if context.args.speculative else "off")
+    generation = Generation([prompt], context.tokenizer, default_speculation(context.args))
     try:
         generation.start(context.engine)
         await asyncio.wait_for(generation.run(), context.health_timeout_s)

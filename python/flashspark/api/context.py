@@ -14,15 +14,15 @@ from starlette.requests import Request
 
 from flashspark import envs
 from flashspark.args import ArgumentError, ServerArgs
-from flashspark.ipc import SchedulerReady
+from flashspark.ipc import SchedulerReady, SpeculationMode
 from flashspark.text import ChatTemplateError, TextTokenizer, TokenizerLoadError
 
 from .engine_client import EngineClient
 from .errors import RequestError, unavailable
 from .generation import Generation
 from .metrics import RequestMetrics
-from .protocol import NativeSampling
-from .sampling import Limits, chat_defaults
+from .protocol import NativeSampling, SpeculationOptions
+from .sampling import Limits, chat_defaults, speculation
 from .wire import BodyTooLarge, read_body
 
 logger = logging.getLogger("flashspark.api")
@@ -67,6 +67,10 @@ class ServerContext:
     def ready(self) -> SchedulerReady:
         """The engine's limits and resolved values."""
         return self.engine.ready
+
+    def speculation(self, options: SpeculationOptions | None) -> tuple[SpeculationMode, int | None]:
+        """What a body asks of the draft, checked against what this server can do."""
+        return speculation(options, self.args, self.ready.info.get("speculative_num_draft_tokens"))
 
     @property
     def failed(self) -> bool:
@@ -148,7 +152,7 @@ class ServerContext:
         level = self.args.log_requests_level
         for prompt in generation.prompts:
             line = f"Receive: rid={prompt.request_id!r} x-request-id={client_id!r} n={prompt.n} "
-            line += f"#prompt-token={len(prompt.input_ids)} speculation={generation.speculation}"
+            line += f"#prompt-token={len(prompt.input_ids)} speculation={generation.speculation_report}"
             if level >= 1:
                 line += f" sampling={prompt.sampling}"
             if level >= 2:

@@ -87,6 +87,7 @@ StopIds = Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-10000, le=10000, allow_inf_nan=False)]
 LogitBias = Annotated[dict[str, Bias], BeforeValidator(_logit_bias)]
 Interval = Annotated[int, Field(ge=1, le=INT64 - 1)]
+VerifyLen = Annotated[int, Field(ge=1, le=INT64 - 1)]  # the width of the block is the engine's to know
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -128,10 +128,14 @@ class Generation:
     """All choices of one call. Whoever starts it closes it: closing frees what still runs."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], tokenizer: TextTokenizer, speculation: SpeculationMode
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: TextTokenizer,
+        speculation: SpeculationMode,
+        max_verify_len: int | None = None,
     ) -> None:
         self.prompts = list(prompts)
-        self.speculation = speculation
+        self.speculation, self.max_verify_len = speculation, max_verify_len
         self.metrics: RequestMetrics | None = None
         self.is_streaming = False
         self.started_s = time.monotonic()
@@ -161,6 +165,7 @@ class Generation:
                     sampling=choice.prompt.sampling,
                     choice_index=choice.index % choice.prompt.n,  # `n` is the same for all prompts of a call
                     speculation=self.speculation,
+                    max_verify_len=self.max_verify_len,
                 )
             )
         try:
@@ -169,6 +174,12 @@ class Generation:
             raise RequestError(f"rid: {str(error)!r} is in use by a request in flight", param="rid") from None
         except EngineDead as error:
             raise unavailable(f"the engine is down: {error}") from None
+
+    @property
+    def speculation_report(self) -> dict[str, Any]:
+        """What was asked of the draft, as answers tell it."""
+        report: dict[str, Any] = {"mode": self.speculation}
+        return report if self.max_verify_len is None else report | {"max_verify_len": self.max_verify_len}
 
     @property
     def finished(self) -> bool:
@@ -280,7 +291,7 @@ def meta_info(choice: Choice, generation: Generation, weight_version: str) -> di
         "num_retractions": choice.num_retractions,
     }
     if choice.finish is not None:
-        info["speculation"] = {"mode": generation.speculation}
+        info["speculation"] = generation.speculation_report
         info |= spec_details(choice)
         info["e2e_latency"] = time.monotonic() - generation.started_s
     return info

@@ -22,7 +22,6 @@ from .sampling import (
     native_lengths,
     request_ids,
     sampling_params,
-    speculation_mode,
 )
 from .wire import json_response
 
@@ -32,8 +31,7 @@ async def generate(request: Request, context: ServerContext) -> Response:
     context.check_serving()
     body = GenerateBody.parse(await context.read_json(request))
     prompts, is_batch = await _prompts(body, context)
-    mode = speculation_mode(body.speculation, context.args.speculative)
-    generation = Generation(prompts, context.tokenizer, mode)
+    generation = Generation(prompts, context.tokenizer, *context.speculation(body.speculation))
     context.start(generation, request.headers.get("x-request-id"))
     answers = _Answers(body, context, generation, is_batch)
     if body.stream:

@@ -15,7 +15,6 @@ from .errors import RequestError, openai_stream_error
 from .generation import Choice, Generation, meta_info, spec_details, usage
 from .openai_prompts import chat_prompt, completion_prompts
 from .protocol import ChatBody, CompletionBody, OpenAIFields, StreamOptions
-from .sampling import speculation_mode
 from .wire import json_response
 
 
@@ -25,8 +24,7 @@ async def completions(request: Request, context: ServerContext) -> Response:
     body = CompletionBody.parse(await context.read_json(request, content_type=True))
     call_id = uuid.uuid4().hex
     prompts = await completion_prompts(body, context, call_id)
-    mode = speculation_mode(body.speculation, context.args.speculative)
-    generation = Generation(prompts, context.tokenizer, mode)
+    generation = Generation(prompts, context.tokenizer, *context.speculation(body.speculation))
     return await _answer(request, context, _Completion(body, context, generation, _call_id(body, call_id)))
 
 
@@ -36,8 +34,7 @@ async def chat_completions(request: Request, context: ServerContext) -> Response
     body = ChatBody.parse(await context.read_json(request, content_type=True))
     call_id = uuid.uuid4().hex
     prompt = await chat_prompt(body, context, call_id)
-    mode = speculation_mode(body.speculation, context.args.speculative)
-    generation = Generation([prompt], context.tokenizer, mode)
+    generation = Generation([prompt], context.tokenizer, *context.speculation(body.speculation))
     return await _answer(request, context, _Chat(body, context, generation, _call_id(body, call_id)))
 
 
@@ -129,7 +126,8 @@ class _OpenAIAnswer:
 
     def _usage(self, with_statistics: bool) -> dict[str, Any]:
         report = self._context.args.enable_cache_report
-        return usage(self.generation.choices, self.generation.prompts, report, with_statistics)
+        used = usage(self.generation.choices, self.generation.prompts, report, with_statistics)
+        return used | {"speculation": self.generation.speculation_report}
 
     def _sglext(self) -> dict[str, Any]:
         """SGLang's extras, on request; one value, or one per choice."""

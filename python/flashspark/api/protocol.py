@@ -26,6 +26,7 @@ from .fields import (
     Temperature,
     TopK,
     TopP,
+    VerifyLen,
     neutral,
 )
 
@@ -51,7 +52,12 @@ def _role(value: Any) -> Any:
 class SpeculationOptions(RequestModel):
     """FlashSpark's own: how this request's tokens are found. The distribution they follow never changes."""
 
-    mode: Literal["off", "static"] = Field(description="off: one token per step; static: full blocks")
+    mode: Literal["off", "static", "adaptive"] = Field(
+        description="off: one token per step; static: full blocks, never trimmed; adaptive: what the step's plan admits"
+    )
+    max_verify_len: VerifyLen | None = Field(
+        None, description="most rows a step verifies, anchor included: 1 to the block's width"
+    )
 
 
 class StreamOptions(RequestModel):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashspark.args import ServerArgs
 from flashspark.ipc import SamplingParams, SchedulerReady, SpeculationMode
 from flashspark.text import TextTokenizer
 
@@ -227,17 +228,42 @@ def _stop_token_ids(fields: SamplingFields, prefix: str, limits: Limits) -> tupl
     return tuple(check_token_ids(fields.stop_token_ids, f"{prefix}stop_token_ids", limits))
 
 
-def speculation_mode(options: SpeculationOptions | None, has_draft: bool) -> SpeculationMode:
-    """What the body asks for; a server without a draft can only be asked for `off`."""
+def default_speculation(args: ServerArgs) -> SpeculationMode:
+    """The mode of a request that asks for none: the server's own."""
+    if not args.speculative:
+        return "off"
+    return "static" if args.ragged_verify_mode == "static" else "adaptive"
+
+
+def speculation(
+    options: SpeculationOptions | None, args: ServerArgs, width: Any
+) -> tuple[SpeculationMode, int | None]:
+    """The mode and the most rows per step that the body asks for; `width` is that of a full block.
+
+    A server can only be asked for what it was started with: a draft, and plans for `adaptive`.
+    """
+    default = default_speculation(args)
     if options is None:
-        return "static" if has_draft else "off"
-    if options.mode != "off" and not has_draft:
+        return default, None
+    needed = None
+    if options.mode != "off" and default == "off":
+        needed = "--speculative-algorithm"
+    elif options.mode == "adaptive" and default != "adaptive":
+        needed = "--ragged-verify-mode compact or cap-accept"
+    if needed is not None:
         raise RequestError(
-            f"speculation.mode: {options.mode!r} needs a server started with --speculative-algorithm",
+            f"speculation.mode: {options.mode!r} needs a server started with {needed}",
             param="speculation.mode",
             code="unsupported_value",
         )
-    return options.mode
+    longest = options.max_verify_len
+    if longest is not None:
+        name = "speculation.max_verify_len"
+        if options.mode == "off":
+            raise RequestError(f"{name}: mode 'off' verifies one row per step; leave it out", param=name)
+        if longest > width:
+            raise RequestError(f"{name}: {longest} is more than the {width} rows of a block", param=name)
+    return options.mode, longest
 
 
 def chat_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,13 +106,15 @@ class Request:
     @property
     def verify_cap(self) -> int:
         """Most rows a step may verify. Never more than it may still emit, so no step runs past its last position."""
-        return min(self.gamma + 1, self.num_remaining)
+        width = self.gamma + 1
+        return min(width, self.num_remaining, self.message.max_verify_len or width)
 
     @property
-    def is_seeded(self) -> bool:
-        """Whether its output must not depend on how much of its blocks is verified."""
-        sampling = self.message.sampling
-        return sampling.seed is not None and not self.row_sampling.is_greedy
+    def keeps_block(self) -> bool:
+        """Whether no plan may trim it: it asked for that, or its output must not depend on where a block is cut."""
+        if self.message.speculation == "static":
+            return True
+        return self.message.sampling.seed is not None and not self.row_sampling.is_greedy
 
     @cached_property
     def row_sampling(self) -> RowSampling:

@@ -348,7 +348,7 @@ class Scheduler:
         return self._worker.adaptive.plan(
             row_list,
             cap_list,
-            [request.is_seeded for request in running],
+            [request.keeps_block for request in running],
             [request.num_steps_without_draft for request in running],
         )
 

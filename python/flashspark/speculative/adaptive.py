@@ -61,7 +61,7 @@ class AdaptiveVerifier:
         self,
         row_list: Sequence[int],
         caps: Sequence[int],
-        seeded: Sequence[bool],
+        keeps_block: Sequence[bool],
         num_steps_without_draft: Sequence[int],
     ) -> Plan:
         """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
@@ -73,7 +73,7 @@ class AdaptiveVerifier:
             relayed=self._relay.resolve(row_list) if self.source.is_ready else None,
             generations=self._generations.of(row_list),
             caps=np.asarray(caps, dtype=np.int64),
-            seeded=np.asarray(seeded, dtype=np.bool_),
+            keeps_block=np.asarray(keeps_block, dtype=np.bool_),
             num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
         )
         return self.planner.plan(batch)

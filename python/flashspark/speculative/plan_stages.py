@@ -1,6 +1,6 @@
 """The stages around the budget argmax, each a pure function that also says what it did and why.
 
-Floors come first, so that they are priced with the rest: a seeded request's full block is in the step whatever
+Floors come first, so that they are priced with the rest: a full block that a request keeps is in the step whatever
 happens, and a budget chosen without it would be the best budget of another step. The others look at the argmax's
 answer and may replace it.
 """
@@ -38,14 +38,15 @@ def decided(name: str, changed: bool, reason: str) -> StageRecord:
     return StageRecord(name, ran=True, changed=changed, reason=reason)
 
 
-def seeded_floors(
-    floors: NDArray[np.int64], caps: NDArray[np.int64], seeded: NDArray[np.bool_]
+def full_block_floors(
+    floors: NDArray[np.int64], caps: NDArray[np.int64], keeps_block: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], StageRecord]:
-    """A request with an explicit seed verifies its full block, or its output would depend on its batch mates."""
-    if not seeded.any():
-        return floors, skipped("seeded floors", "no seeded request")
-    raised = np.where(seeded, caps, floors)
-    return raised, decided("seeded floors", bool((raised > floors).any()), "full blocks kept")
+    """Who asked for full blocks verifies them; so does a sampled request with a seed, or its output would depend on its
+    batch mates."""
+    if not keeps_block.any():
+        return floors, skipped("full blocks", "no request keeps its block")
+    raised = np.where(keeps_block, caps, floors)
+    return raised, decided("full blocks", bool((raised > floors).any()), "kept")
 
 
 def fairness_floors(

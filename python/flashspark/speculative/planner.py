@@ -29,9 +29,9 @@ from .plan_stages import (
     decided,
     draft_free_choice,
     fairness_floors,
+    full_block_floors,
     gain_guard,
     pinned_budget,
-    seeded_floors,
     skipped,
     tier_fill,
     trimming_is_idle,
@@ -40,7 +40,7 @@ from .relay import LAG, RelayedConfidence
 from .tiers import BucketTiers, TierGrid, TierKey
 
 STAGES = (
-    "seeded floors",
+    "full blocks",
     "fairness floor",
     "pin",
     "confidence",
@@ -110,7 +110,7 @@ class PlanInput:
     relayed: RelayedConfidence | None  # None: nothing old enough was published yet
     generations: NDArray[np.int64]  # [R], of the rows now
     caps: NDArray[np.int64]  # [R], most rows each request can use this step, 1 … W
-    seeded: NDArray[np.bool_]  # [R], sampled with an explicit seed
+    keeps_block: NDArray[np.bool_]  # [R], verifies its full block whatever it costs: seeded, or asked to
     num_steps_without_draft: NDArray[np.int64]  # [R], drafted steps in a row that verified the anchor alone
 
 
@@ -267,7 +267,7 @@ class VerifyPlanner:
         settings = self.settings
         num_reqs = len(batch.caps)
         caps = np.minimum(batch.caps, settings.longest)
-        floors, seeded = seeded_floors(np.minimum(caps, settings.floor), caps, batch.seeded)
+        floors, full_blocks = full_block_floors(np.minimum(caps, settings.floor), caps, batch.keeps_block)
         floors, fairness = fairness_floors(
             floors, caps, batch.num_steps_without_draft, settings.min_drafts_every
         )
@@ -275,7 +275,7 @@ class VerifyPlanner:
         max_budget = int(caps.sum()) - num_free
         columns = settings.longest - settings.floor
         pinned, pin = pinned_budget(self.pinned_fraction, num_reqs, columns, max_budget)
-        builder = _Builder(floors, caps, num_free, max_budget, self.grid, [seeded, fairness, pin])
+        builder = _Builder(floors, caps, num_free, max_budget, self.grid, [full_blocks, fairness, pin])
         if pinned is not None:
             return self._without_prices(builder, pinned, "pinned")
         if self.grid is not None and builder.tiers is None:
@@ -288,7 +288,7 @@ class VerifyPlanner:
         survival = survivals(batch.relayed.confidence, fresh)
         builder.optimism = optimism(survival, fresh, caps)
         ranked = candidates(survival, floors, caps, settings.survival_eps)
-        return self._priced_plan(builder, ranked, num_reqs, bool((batch.seeded & (caps > 1)).any()))
+        return self._priced_plan(builder, ranked, num_reqs, bool((batch.keeps_block & (caps > 1)).any()))
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Feeds the correction with what a planned step took; rank 0's time on every rank."""
@@ -298,7 +298,9 @@ class VerifyPlanner:
             num_tokens = plan.verify.num_tokens_run if plan.draft else plan.verify.num_tokens
             correction.observe(num_tokens, priced, measured_seconds)
 
-    def _priced_plan(self, builder: _Builder, ranked: Candidates, num_reqs: int, any_seeded: bool) -> Plan:
+    def _priced_plan(
+        self, builder: _Builder, ranked: Candidates, num_reqs: int, any_keeps_block: bool
+    ) -> Plan:
         """The stages from the small-batch rule on."""
         settings, full = self.settings, builder.max_budget
         builder.num_candidates = len(ranked.survivals)
@@ -324,7 +326,7 @@ class VerifyPlanner:
         builder.full_theta = priced.theta(full)
         sober = max(priced.expected_tokens(budget) - builder.optimism, float(num_reqs))
         drafted_theta = sober / float(priced.prices.seconds[budget])
-        plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_seeded)
+        plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_keeps_block)
         if plain is not None:
             return plain
         if budget == full and builder.num_fresh == num_reqs and self._draft_free.num_steps == 0:
@@ -349,7 +351,7 @@ class VerifyPlanner:
         return _Priced(best_budget(tau, prices.seconds), tau, prices)
 
     def _draft_free_stage(
-        self, builder: _Builder, num_reqs: int, drafted_theta: float, any_seeded: bool
+        self, builder: _Builder, num_reqs: int, drafted_theta: float, any_keeps_block: bool
     ) -> Plan | None:
         """A draft-free plan if that is what wins; otherwise None, and the stage is in the record either way."""
         reason = None
@@ -357,8 +359,8 @@ class VerifyPlanner:
             reason = "switched off"
         elif self.plain_costs is None:
             reason = "no price for a plain step"
-        elif any_seeded:
-            reason = "a seeded request needs its drafts"
+        elif any_keeps_block:
+            reason = "a request keeps its full block"
         if reason is not None or self.settings.draft_free is None or self.plain_costs is None:
             self._draft_free = DraftFreeState()
             builder.add(skipped("draft-free", reason or "switched off"))
