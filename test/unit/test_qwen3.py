@@ -120,6 +120,28 @@ def test_captured_features_are_the_residual_stream_after_each_layer(pair):
     assert run(ours, ours.make_kv_pool(pages.num_slots), pages, [(0, 0, 17)], {0: ids})[1] is None
 
 
+@pytest.mark.parametrize("layers", [(), (0, 2), (1, 3)])
+def test_filling_leaves_what_a_forward_leaves(pair, layers):
+    """The same K/V, features and, for the token after, logits; bit for bit, since the products are the same."""
+    ours, _ = pair
+    ids = torch.randint(0, VOCAB_SIZE, (21,), generator=torch.Generator().manual_seed(6))
+    pages = Pages(1, 21)
+    filled, forwarded = (ours.make_kv_pool(pages.num_slots) for _ in range(2))
+    for start, count in ((0, 13), (13, 7)):
+        queries = pages.ragged([(0, start, count)])
+        features = ours.fill(
+            ids[start : start + count], queries, filled, make_backend("torch_native"), layers
+        )
+        _, expected = run(ours, forwarded, pages, [(0, start, count)], {0: ids}, layers)
+        assert (features is None) == (expected is None) == (not layers)
+        if features is not None:
+            assert torch.equal(features, expected)
+    for a, b in zip(filled.k + filled.v, forwarded.k + forwarded.v, strict=True):
+        assert torch.equal(a, b)
+    logits = [run(ours, pool, pages, [(0, 20, 1)], {0: ids})[0] for pool in (filled, forwarded)]
+    assert torch.equal(*logits)
+
+
 def test_padding_rows_write_only_to_the_scratch_page(pair):
     ours, _ = pair
     pages = Pages(2, 20)

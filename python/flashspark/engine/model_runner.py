@@ -68,7 +68,11 @@ class ModelRunner:
             page_table=self.request_rows.page_table[rows],
             page_size=self.request_rows.page_size,
         )
-        self._run_target(torch.tensor(token_ids, device=self.device), queries)
+        input_ids = torch.tensor(token_ids, device=self.device)
+        self._inject(
+            self.target.fill(input_ids, queries, self.target_pool, self._backend, self._capture_layers),
+            queries,
+        )
 
     def verify(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
         """Runs packed verify rows and injects all of them into the draft's context.
@@ -78,7 +82,11 @@ class ModelRunner:
         Returns:
             Target logits float32 [M, V].
         """
-        return self.target.logits(self._run_target(input_ids, queries))
+        hidden = self.target.forward(
+            input_ids, queries, self.target_pool, self._backend, self._capture_layers
+        )
+        self._inject(hidden.features, queries)
+        return self.target.logits(hidden.final)
 
     def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
         """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""
@@ -95,11 +103,8 @@ class ModelRunner:
             self.target.embed(block_ids), queries, self.draft_pool, self._draft_backend
         )
 
-    def _run_target(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
-        hidden = self.target.forward(
-            input_ids, queries, self.target_pool, self._backend, self._capture_layers
-        )
+    def _inject(self, features: Tensor | None, queries: RaggedQueries) -> None:
+        """Makes the rows part of the draft's context, where there is a draft."""
         if self.draft is not None:
-            assert hidden.features is not None and self.draft_pool is not None
-            self.draft.inject(hidden.features, queries.positions, queries.slots, self.draft_pool)
-        return hidden.final
+            assert features is not None and self.draft_pool is not None
+            self.draft.inject(features, queries.positions, queries.slots, self.draft_pool)

@@ -52,6 +52,11 @@ class Qwen3Layer:
         x = attention.output.add_to(x, out)
         return self.mlp.add_to(x, self.post_attention_norm(x))
 
+    def write_kv(self, x: Tensor, rope: RopeTables, layer: int, queries: RaggedQueries, pool: KVPool) -> None:
+        """Nothing but the rows' K/V, for rows whose residual stream nobody reads after this layer."""
+        _, k, v = self.attention.project(self.input_norm(x), rope)
+        pool.write(layer, queries.slots, k, v)
+
     def parameters(self) -> NamedParameters:
         yield from prefixed("input_layernorm", self.input_norm.parameters())
         yield from prefixed("self_attn", self.attention.parameters())
@@ -102,14 +107,46 @@ class Qwen3:
         `capture_layers`: 0-based and ascending; L is the residual stream after decoder layer L, in transformers'
         terms `hidden_states[L + 1]`, for the last layer too (where that entry is normed and ours is not).
         """
+        x, _, captured = self._run_layers(len(self.layers), input_ids, queries, pool, backend, capture_layers)
+        return TargetHidden(self.norm(x), _features(captured))
+
+    def fill(
+        self,
+        input_ids: Tensor,
+        queries: RaggedQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+        capture_layers: tuple[int, ...] = (),
+    ) -> Tensor | None:
+        """As `forward`, for rows whose logits nobody asks for: a prompt's. Returns the features alone.
+
+        Of the last layer it computes what later tokens attend to, and no more, unless it is captured.
+        """
+        last = len(self.layers) - 1
+        num_whole = len(self.layers) if last in capture_layers else last
+        x, rope, captured = self._run_layers(num_whole, input_ids, queries, pool, backend, capture_layers)
+        if num_whole == last:
+            self.layers[last].write_kv(x, rope, last, queries, pool)
+        return _features(captured)
+
+    def _run_layers(
+        self,
+        num_layers: int,
+        input_ids: Tensor,
+        queries: RaggedQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+        capture_layers: tuple[int, ...],
+    ) -> tuple[Tensor, RopeTables, list[Tensor]]:
+        """The residual stream after the first `num_layers` layers, the rows' rope, and what was captured."""
         x = self.embed(input_ids)
         rope = self.rotary.tables(queries.positions)
         captured = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[:num_layers]):
             x = layer(x, rope, index, queries, pool, backend)
             if index in capture_layers:
                 captured.append(x)
-        return TargetHidden(self.norm(x), torch.cat(captured, dim=-1) if captured else None)
+        return x, rope, captured
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [..., H] final-normed (of this model or of its draft) -> [..., V] float32."""
@@ -128,3 +165,7 @@ class Qwen3:
         for index, layer in enumerate(self.layers):
             yield from prefixed(f"layers.{index}", layer.parameters())
         yield from prefixed("norm", self.norm.parameters())
+
+
+def _features(captured: list[Tensor]) -> Tensor | None:
+    return torch.cat(captured, dim=-1) if captured else None
