@@ -48,6 +48,21 @@ def test_settings_of_another_shape_are_400(server, body):
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], "must be a number, a string, true, false or null"),
+        ({"x": 1}, "must be a number, a string, true, false or null"),
+        (2**63, "must be a whole number of at most 64 bits"),
+        ("1" * 65, "has 65 characters, the limit is 64"),
+    ],
+)
+def test_a_value_that_no_setting_takes_is_named(server, value, message):
+    response = server.client.post("/set_internal_state", json={"server_args": {"speculation": value}})
+    assert response.status_code == 400
+    assert f"server_args.speculation: {message}" in response.text
+
+
 def test_settings_want_the_admin_key(server):
     response = server.client.post(
         "/set_internal_state", json={"server_args": {}}, headers={"authorization": "Bearer other"}

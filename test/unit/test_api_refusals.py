@@ -68,7 +68,7 @@ def refused(response, path: str, status: int = 400) -> str:
         ("temperature", -1, "0"),
         ("top_p", 0, "0"),
         ("top_p", 1.5, "1"),
-        ("repetition_penalty", 0, "0.01"),
+        ("repetition_penalty", 0, "greater than 0"),
         ("n", 0, "1"),
         ("n", 1000, "128"),
         ("stop", ["a", ""], "empty string"),
@@ -265,16 +265,18 @@ def test_unknown_paths_and_methods(server):
 
 def test_pool_smaller_than_the_context(folder):
     with FakeServer(folder, "--max-total-tokens", "64") as server:
-        body = {"input_ids": [70] * 60, "sampling_params": {"max_new_tokens": 5}}
+        body = {"input_ids": [70] * 60, "sampling_params": {"max_new_tokens": 6}}
         message = refused(server.client.post("/generate", json=body), "/generate")
-        for word in ("60", "5", "64", "--max-total-tokens"):
+        for word in ("60", "6", "64", "--max-total-tokens"):
             assert word in message
-        body = {"prompt": [70] * 64, "max_tokens": 1}
+        body = {"prompt": [70] * 65, "max_tokens": 1}
         message = refused(server.client.post("/v1/completions", json=body), "/v1/completions")
         assert "KV pool" in message
-        body = {"input_ids": [70] * 60, "sampling_params": {"max_new_tokens": None}}
-        info = server.client.post("/generate", json=body).json()["meta_info"]
-        assert info["completion_tokens"] == 4
+        assert server.client.get("/server_info").json()["max_req_input_len"] == 64
+        for num_prompt in (60, 64):  # the last token of a request takes no place in the pool
+            body = {"input_ids": [70] * num_prompt, "sampling_params": {"max_new_tokens": None}}
+            info = server.client.post("/generate", json=body).json()["meta_info"]
+            assert info["completion_tokens"] == 65 - num_prompt
 
 
 def test_auto_truncate(folder):

@@ -85,6 +85,8 @@ def test_spellings(argv, field, value):
         (["--speculative-min-drafts-every", "-1"], ["--speculative-min-drafts-every -1", "at least 0"]),
         (["--speculative-verify-tier-tokens", "0"], ["--speculative-verify-tier-tokens 0", "at least 1"]),
         (["--quantization", "fp8"], ["--quantization fp8", "leave it out"]),
+        (["--base-gpu-id", "1"], ["--base-gpu-id 1", "CUDA_VISIBLE_DEVICES"]),
+        (["--speculative-dflash-draft-window-size", "64"], ["--speculative-draft-window-size 64", "context"]),
         (["--speculative-algorithm", "EAGLE3"], ["--speculative-algorithm EAGLE3", "use DFLASH"]),
         (
             ["--speculative-algorithm", "DFLASH"],
@@ -233,7 +235,13 @@ def test_config_file(tmp_path, capsys):
     assert args.disable_radix_cache
     assert not args.log_requests
     assert args.cuda_graph_bs_decode == (1, 2)
-    for text, word in (("unknown-flag: 1", "--unknown-flag"), ("- a list", "--config"), ("a: [", "--config")):
+    assert parse_args(["--conf", str(file)]).port == 31000  # abbreviated like any other flag
+    file.write_text("model-path: m\njson-model-override-args: {rope_theta: 1.5}\nrevision: null\n")
+    assert parse_args(["--config", str(file)]).model_overrides == {"rope_theta": 1.5}
+    for text, word in (
+        *(("unknown-flag: 1", "--unknown-flag"), ("unknown-flag: false", "--unknown-flag")),
+        *(("port: false", "--port"), ("- a list", "--config"), ("a: [", "--config")),
+    ):
         file.write_text(text)
         assert word in refusal(capsys, "--config", str(file))
     assert "--config" in refusal(capsys, "--config", str(tmp_path / "absent.yaml"))

@@ -131,6 +131,7 @@ REFUSED = [
     ({"ragged_verify_mode": "static", "dspark_force_budget_frac": 0.5}, "set ragged_verify_mode too"),
     ({"ragged_verify_mode": "static", "nonsense": 1}, "no such setting"),
     ({"dspark_force_budget_frac": "half"}, "fraction in (0, 1]"),
+    ({"dspark_force_budget_frac": 1e-320}, "1e-06 at least"),
     ({"ragged_verify_mode": "x\nFORGED"}, "got 'x\\nFORGED'"),
 ]
 

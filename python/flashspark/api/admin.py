@@ -151,7 +151,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         "max_running_requests": ready.max_running_requests,
         "context_length": ready.context_length,
         "vocab_size": ready.vocab_size,
-        "max_req_input_len": min(ready.context_length, context.limits.pool_tokens) - 1,
+        "max_req_input_len": context.limits.longest_prompt,
         "startup_time": context.startup_seconds,
         "health_check_timeout": context.health_timeout_s,
         "version": flashspark.__version__,

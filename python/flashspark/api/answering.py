@@ -67,6 +67,6 @@ async def _frames(
     except RequestError as error:
         yield frame(form.error(error))
     except Exception:  # a bug of ours: this stream alone ends, and says so
-        logger.exception("a stream failed")
+        logger.exception("the stream of request %r failed", generation.prompts[0].request_id)
         yield frame(form.error(RequestError("internal error", status=500, code="internal_error")))
     yield DONE_FRAME

@@ -130,5 +130,6 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed: %r", request.method, request.url.path, error)
+    request_id = request.scope.get("state", {}).get("request_id")
+    logger.error("%s %s x-request-id=%r failed: %r", request.method, request.url.path, request_id, error)
     return error_response(request.url.path, RequestError("internal error", status=500, code="internal_error"))

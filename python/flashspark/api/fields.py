@@ -11,7 +11,15 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from .errors import RequestError
@@ -71,13 +79,15 @@ def _logit_bias(value: Any) -> Any:
     return value
 
 
-# Upper bounds keep a value and its reciprocal finite in float32.
+# Bounds keep a value, its reciprocal and the logits that it scales finite in float32.
 Temperature = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, BeforeValidator(_top_k)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[
+    float, Field(gt=0, le=2, allow_inf_nan=False), AfterValidator(lambda value: max(value, 1e-20))
+]  # smaller ones would do the same, but for overflowing
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
 NumTokens = Annotated[int, Field(ge=0, le=INT64 - 1)]

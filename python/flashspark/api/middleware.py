@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from typing import Literal
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +14,20 @@ from .wire import json_response
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
-_ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/set_internal_state"})
+_ADMIN_PATHS = frozenset(
+    {
+        *("/abort_request", "/flush_cache", "/set_internal_state"),
+        *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+    }
+)
+AuthClass = Literal["open", "normal", "admin"]
+
+
+def auth_class(path: str) -> AuthClass:
+    """Which key a path wants: none, the API key, or the admin key (where one is set, else the API key)."""
+    if path.startswith(_OPEN_PREFIXES):
+        return "open"
+    return "admin" if path in _ADMIN_PATHS else "normal"
 
 
 class RequestIdMiddleware:
@@ -28,6 +42,7 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id  # for log lines
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -52,13 +67,15 @@ class KeyMiddleware:
         await self._app(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        path = scope["path"]
-        if scope["method"] == "OPTIONS" or path.startswith(_OPEN_PREFIXES):
+        needed = auth_class(scope["path"])
+        if scope["method"] == "OPTIONS" or needed == "open":
             return True
         key = self._api_key
-        if path in _ADMIN_PATHS and self._admin_api_key is not None:
+        if needed == "admin" and self._admin_api_key is not None:
             key = self._admin_api_key
         if key is None:
             return True
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
+        # Headers are read as Latin-1: this gives back the bytes that were sent.
+        sent = given.strip().encode("latin-1")
+        return scheme.lower() == "bearer" and hmac.compare_digest(sent, key.encode())

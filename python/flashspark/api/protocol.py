@@ -265,13 +265,21 @@ class AbortBody(RequestModel):
 
 MAX_LIVE_SETTINGS = 64
 MAX_LIVE_TEXT = 64
-LiveValue = (
-    bool
-    | Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
-    | float
-    | Annotated[str, Field(max_length=MAX_LIVE_TEXT)]
-    | None
-)
+
+
+def _live_value(value: Any) -> Any:
+    """Which type a setting wants, the scheduler knows; here, what no setting can be. (A union's first branch would
+    answer for all of them.)"""
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise ValueError("must be a number, a string, true, false or null")
+    if isinstance(value, int) and not -INT64 <= value < INT64:
+        raise ValueError("must be a whole number of at most 64 bits")
+    if isinstance(value, str) and len(value) > MAX_LIVE_TEXT:
+        raise ValueError(f"has {len(value)} characters, the limit is {MAX_LIVE_TEXT}")
+    return value
+
+
+LiveValue = Annotated[bool | int | float | str | None, BeforeValidator(_live_value)]
 
 
 class SetInternalStateBody(RequestModel):

@@ -33,12 +33,19 @@ class Limits:
 
     @classmethod
     def of(cls, ready: SchedulerReady, auto_truncate: bool) -> Limits:
-        """The engine's limits. `info["max_request_tokens"]` may be less than the pool."""
-        pool = ready.info.get("max_request_tokens")
-        pool_tokens = pool if isinstance(pool, int) else ready.max_total_num_tokens
+        """The engine's limits."""
         return cls(
-            ready.context_length, ready.vocab_size, pool_tokens, auto_truncate, frozenset(ready.eos_token_ids)
+            ready.context_length,
+            ready.vocab_size,
+            ready.max_total_num_tokens,
+            auto_truncate,
+            frozenset(ready.eos_token_ids),
         )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens. One more has to fit into the context; in the pool the last token of a request takes no place."""
+        return min(self.context_length - 1, self.pool_tokens)
 
 
 @dataclass(frozen=True)
@@ -113,18 +120,18 @@ def fit(ids: list[int], lengths: Lengths, prompt_name: str, limits: Limits) -> t
     """The prompt and its number of output tokens, refused or (with --allow-auto-truncate) shortened."""
     context, asked = limits.context_length, lengths.max_tokens
     if limits.auto_truncate:
-        ids = ids[: min(context, limits.pool_tokens) - 1]
+        ids = ids[: limits.longest_prompt]
     num_prompt = len(ids)
     if num_prompt >= context:
         raise _prompt_too_long(num_prompt, prompt_name, limits)
-    if num_prompt >= limits.pool_tokens:
+    if num_prompt > limits.longest_prompt:
         raise RequestError(
-            f"{prompt_name}: the prompt has {num_prompt} tokens; the KV pool of {limits.pool_tokens} tokens "
-            "(--max-total-tokens) has to hold the prompt and at least one more",
+            f"{prompt_name}: the prompt has {num_prompt} tokens; the KV pool (--max-total-tokens) has "
+            f"{limits.pool_tokens}",
             param=prompt_name,
             code="kv_pool_exceeded",
         )
-    room = min(context, limits.pool_tokens) - num_prompt
+    room = min(context, limits.pool_tokens + 1) - num_prompt
     if asked is None or (limits.auto_truncate and asked > room):
         return ids, room
     if num_prompt + asked > context:
@@ -137,7 +144,8 @@ def fit(ids: list[int], lengths: Lengths, prompt_name: str, limits: Limits) -> t
     if asked > room:
         raise RequestError(
             f"{lengths.max_name}: {num_prompt} prompt tokens and {asked} output tokens "
-            f"exceed the KV pool of {limits.pool_tokens} tokens (--max-total-tokens)",
+            f"exceed the KV pool of {limits.pool_tokens} tokens (--max-total-tokens), which has to hold "
+            "all but the last of them",
             param=lengths.max_name,
             code="kv_pool_exceeded",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import types
 import typing
@@ -86,7 +87,11 @@ def _config_file_argv(path: str) -> list[str]:
             argv.append(name)
         elif isinstance(value, list):
             argv += [name, *map(str, value)]
-        elif value is not None and value is not False:
+        elif isinstance(value, dict):  # of a flag that takes JSON
+            argv.append(f"{name}={json.dumps(value)}")
+        elif value is False:
+            build_parser().parse_args([name])  # a switch, or the message says what is wrong with it
+        elif value is not None:
             argv.append(f"{name}={value}")
     return argv
 
@@ -94,9 +99,7 @@ def _config_file_argv(path: str) -> list[str]:
 def parse_args(argv: Sequence[str]) -> ServerArgs:
     """Exits with code 2 and a message that names flag, value and remedy where a flag cannot be honoured."""
     parser = build_parser()
-    config = _Parser(add_help=False, allow_abbrev=False, usage=parser.usage)
-    config.add_argument("--config")
-    file = config.parse_known_args(argv)[0].config
+    file = parser.parse_args(argv).config
     try:
         from_file = _config_file_argv(file) if file is not None else []
         values = vars(parser.parse_args([*from_file, *argv]))

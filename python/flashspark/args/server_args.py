@@ -80,7 +80,7 @@ class ServerArgs:
     trust_remote_code: bool = flag(
         False, "accepted for scripts", hint="has no effect: code in model folders is never executed"
     )
-    revision: str | None = neutral(None, help="hub revision", remedy="model folders are local; leave it out")
+    revision: str | None = flag(None, "accepted for scripts", hint="has no effect: model folders are local")
     json_model_override_args: str = flag("{}", "JSON object that overrides keys of config.json")
     dtype: str = flag(
         "auto",
@@ -158,7 +158,7 @@ class ServerArgs:
 
     # Device
     device: str = flag("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    base_gpu_id: int = flag(0, "first GPU", minimum=0)
+    base_gpu_id: int = neutral(0, help="first GPU", remedy="choose one with CUDA_VISIBLE_DEVICES")
     torch_threads: int | None = flag(None, "CPU threads of the engine (default: cores - 1)", minimum=1)
     attention_backend: str = flag(
         "auto",
@@ -204,10 +204,10 @@ class ServerArgs:
     speculative_dspark_block_size: int | None = flag(
         None, "DSPARK: tokens per block, the verify width less one", minimum=1
     )
-    speculative_draft_window_size: int | None = flag(
+    speculative_draft_window_size: int | None = neutral(
         None,
-        "context tokens the draft attends to",
-        minimum=2,
+        help="context tokens the draft attends to",
+        remedy="the draft attends to all of the context",
         aliases=("--speculative-dflash-draft-window-size",),
     )
     ragged_verify_mode: str | None = flag(
@@ -231,7 +231,9 @@ class ServerArgs:
         None, 1, help="always 1", remedy="a block is drafted in one step: 1"
     )
     speculative_eagle_topk: int | None = neutral(None, 1, help="always 1", remedy="a block is one chain: 1")
-    speculative_draft_model_revision: str | None = neutral(None, help="revision", remedy="leave it out")
+    speculative_draft_model_revision: str | None = flag(
+        None, "accepted for scripts", hint="has no effect: model folders are local"
+    )
     speculative_draft_load_format: str | None = flag(
         None, "weights of the draft (default: --load-format)", choices=("auto", "safetensors", "dummy")
     )

@@ -17,6 +17,7 @@ from .record_feed import RecordFeed
 Value = bool | int | float | str | None
 Change = Callable[[], None]
 
+SMALLEST_PIN = 1e-6  # of all drafts: what is smaller admits none in any batch
 _LOSSLESS_ONLY = frozenset({"speculative_accept_threshold_single", "speculative_accept_threshold_acc"})
 
 
@@ -96,8 +97,10 @@ class LiveSettings:
             return lambda: built.planner.pin(None)
         verifier = self._adaptive_verifier()
         fraction = math.nan if value is None or isinstance(value, bool | str) else float(value)
-        if not 0 < fraction <= 1:
-            raise Refusal(f"a fraction in (0, 1], or null to let the planner decide, got {value!r}")
+        if not SMALLEST_PIN <= fraction <= 1:
+            raise Refusal(
+                f"a fraction in (0, 1], {SMALLEST_PIN:g} at least, or null to let the planner decide, got {value!r}"
+            )
         self._check_idle("a budget is pinned")
         return lambda: verifier.planner.pin(fraction)
 

@@ -18,8 +18,8 @@ from .request_record import RequestRecord
 from .step_record import StepRecord
 
 CAPACITY = 200_000  # records
-# Of JSON. Records without requests stay below it; with 48 requests each, some 4,000 steps fit.
-CAPACITY_BYTES = 64 << 20
+CAPACITY_BYTES = 64 << 20  # of JSON: what that many records without requests stay below
+CAPACITY_BYTES_WITH_REQUESTS = 16 << 20  # with 48 requests each, some 1,000 steps
 LONGEST_INTERVAL_SECONDS = 1.0  # an interval above it holds something else than a step
 
 
@@ -101,14 +101,17 @@ class FeedHeader(msgspec.Struct, frozen=True):
 class RecordFeed:
     """A ring of encoded records. Takes every turn of the loop and keeps those that decoded.
 
-    The oldest go when there are more than `capacity`, or when all together take more than `capacity_bytes`.
+    The oldest go when there are more than `capacity`, or when all together take more than `capacity_bytes`: every
+    /server_info carries the whole feed.
     """
 
     def __init__(
-        self, header: FeedHeader, capacity: int = CAPACITY, capacity_bytes: int = CAPACITY_BYTES
+        self, header: FeedHeader, capacity: int = CAPACITY, capacity_bytes: int | None = None
     ) -> None:
         self.header = header
         self.keeps_requests = "reqs" in header.components
+        if capacity_bytes is None:
+            capacity_bytes = CAPACITY_BYTES_WITH_REQUESTS if self.keeps_requests else CAPACITY_BYTES
         self._capacity_bytes, self._num_bytes = capacity_bytes, 0
         self._times_steps = "step_cpu_time" in header.components
         self._capacity = capacity

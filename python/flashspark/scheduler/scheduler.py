@@ -184,6 +184,9 @@ class Scheduler:
         """Counters for /server_info; the free counts equal the totals once nothing is left to do."""
         residency = self.residency
         steps = self.totals["verify_steps"]
+        means: dict[str, int | float] = {}
+        if steps and self._worker.gamma:  # else absent: clients take its presence for speculation
+            means["avg_spec_accept_length"] = self.totals["output_tokens"] / steps
         return {
             "num_running_reqs": len(residency.residents),
             "num_queue_reqs": len(residency.queue),
@@ -195,8 +198,8 @@ class Scheduler:
             "num_used_tokens": residency.num_used_tokens,
             "num_retractions": residency.num_retractions,
             "num_steps": self.num_steps,
-            "avg_spec_accept_length": self.totals["output_tokens"] / steps if steps else 0.0,
             **self.totals,
+            **means,
         }
 
     def verification_state(self) -> dict[str, int | float | str | bool | list[int] | None]:
