@@ -256,6 +256,8 @@ def _agree(model: type[RequestModel], body: dict[str, Any]) -> None:
     """Mends what is good field by field and contradicts itself."""
     if "stream_options" in body:
         body["stream"] = True
+    if isinstance(speculation := body.get("speculation"), dict) and speculation["mode"] == "off":
+        speculation.pop("max_verify_len", None)
     if model is GenerateBody:
         sampling = body["sampling_params"]
         sampling["min_new_tokens"] = min(sampling.get("min_new_tokens") or 0, sampling["max_new_tokens"])

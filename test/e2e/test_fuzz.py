@@ -20,7 +20,8 @@ MAX_GROWTH_BYTES = 96 << 20  # of either process, once it has seen everything
 def fuzzed(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fuzzed") / "log"
     flags = ["--max-running-requests", "12", "--served-model-name", "tiny", "--enable-metrics"]
-    with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
+    adaptive = ["--ragged-verify-mode", "compact", "--speculative-cost-table", "none"]
+    with running_server(*speculative(*tiny_pair), *flags, *adaptive, log=log) as running:
         yield running
 
 
