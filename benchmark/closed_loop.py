@@ -36,18 +36,21 @@ class Seen:
         """All of them."""
         return sum(count for _, count in self.frames)
 
-    @property
-    def decode_rate(self) -> float:
-        """Tokens after the first frame per second after it; NaN for a request of one frame."""
-        (start, first), (end, _) = self.frames[0], self.frames[-1]
-        return (self.num_tokens - first) / (end - start) if end > start else float("nan")
+    def decoded(self, until_s: float) -> tuple[int, float]:
+        """Tokens after the first frame, and seconds after it, up to the last frame that came by `until_s`."""
+        frames = [frame for frame in self.frames if frame[0] <= until_s]
+        if not frames:
+            return 0, 0.0
+        return sum(count for _, count in frames[1:]), frames[-1][0] - frames[0][0]
 
 
 @dataclass(frozen=True)
 class Segment:
     """What one run of a load came to. Times in seconds, rates in tokens per second."""
 
-    decode_rate: float  # mean decode rate of a request × concurrency
+    # Tokens that requests got after their first frame, per second of a request after it, × concurrency: requests of
+    # equal length weigh alike, and one that is cut off by the end of the window counts for what it got.
+    decode_rate: float
     output_rate: float  # over the time in which every client had a request running
     ttft: tuple[float, float]  # p50, p99
     inter_token: tuple[float, float]  # p50, p99 of a frame's wait per token
@@ -89,7 +92,9 @@ def run_load(port: int, load: Load) -> Segment:
 
 def summarise(seen: Sequence[Sequence[Seen]], concurrency: int) -> Segment:
     """The figures of a run, at full concurrency: of the time from when every client has its first token to when the
-    first client is through with its requests, and of the requests that ended until then."""
+    first client is through with its requests. A mean over the requests that *ended* until then would favour fast ones,
+    and more so in the arm whose requests differ more.
+    """
     requests = [request for of_client in seen for request in of_client]
     window_start = max(of_client[0].frames[0][0] for of_client in seen)
     window_end = min(of_client[-1].frames[-1][0] for of_client in seen)
@@ -102,10 +107,10 @@ def summarise(seen: Sequence[Sequence[Seen]], concurrency: int) -> Segment:
         for request in ended
         for (before, _), (at, count) in zip(request.frames, request.frames[1:], strict=False)
     ]
-    rates = [request.decode_rate for request in ended if request.decode_rate == request.decode_rate]
+    decoded = [request.decoded(window_end) for request in requests]
     seconds = window_end - window_start
     return Segment(
-        decode_rate=statistics.fmean(rates) * concurrency,
+        decode_rate=sum(tokens for tokens, _ in decoded) / sum(spent for _, spent in decoded) * concurrency,
         output_rate=inside / seconds if seconds > 0 else float("nan"),
         ttft=_percentiles([request.frames[0][0] - request.sent_s for request in requests]),
         inter_token=_percentiles(waits),

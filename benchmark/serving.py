@@ -5,8 +5,11 @@
 One server, started in compact, plays every arm through its live switches (`/set_internal_state`), A B B A …, so that
 a slow minute of the machine hits all of them. For each concurrency and temperature, `--pairs` times: the same clients
 send the same prompts and ask for as many tokens. The figure is the median over pairs of arm / first arm, of decode
-tokens/s (a request's tokens after its first frame per second after it, mean over requests, times concurrency), with
-the distribution-free 95 % interval of a median: order statistics of the pairs.
+tokens/s (`closed_loop.Segment.decode_rate`), with the distribution-free 95 % interval of a median: order statistics of
+the pairs.
+
+Points are measured one after the other, and `--out` is written after each. `--resume` goes on with the points that the
+file lacks, on the same commit and with the same settings; `--max-points` ends a run early.
 
 The oracle is computed, not run: a second server in static mode keeps a record of every step, and each step's price is
 taken from the first server's cost table, once as it ran and once for exactly the accepted drafts and one row more of
@@ -25,8 +28,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +107,17 @@ def oracle_ratio(steps: Sequence[Sequence[int]], table: CostTable, grid: TierGri
 class Benchmark:
     """The sweep: owns what has been measured so far."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, points: Sequence[Point]) -> None:
         self.options = options
         self.prompts = [prompt["token_ids"] for prompt in json.loads(DEMO_PROMPTS.read_text())]
-        self.points = [Point(c, t) for t in options.temperature for c in options.concurrency]
+        self.points = list(points)
         self.segments: dict[Point, dict[str, list[Segment]]] = {
             point: {arm: [] for arm in options.arms} for point in self.points
         }
         self.counts: dict[Point, dict[str, list[dict[str, float]]]] = {
             point: {arm: [] for arm in options.arms} for point in self.points
         }
+        self.traces: dict[Point, list[list[int]]] = {}
         self.info: dict[str, Any] = {}
 
     def flags(self) -> list[str]:
@@ -144,19 +148,20 @@ class Benchmark:
         tokens = self.options.max_new_tokens
         return Load(prompts, point.concurrency, requests_per_client, tokens, point.temperature)
 
-    def run(self) -> None:
-        """Warms up, then measures every point in every round."""
+    def run(self) -> Iterator[Point]:
+        """Warms up, then measures point after point, and yields each when it is through."""
         options = self.options
         with serve([*self.flags(), "--ragged-verify-mode", "compact"]) as port:
             server = LiveServer(f"http://127.0.0.1:{port}")
             self.info = server.info()
             self._warm_up(server, port)
-            for number in range(options.pairs):
-                for point in self.points:
+            for point in self.points:
+                for number in range(options.pairs):
                     arms = options.arms if number % 2 == 0 else options.arms[::-1]
                     for arm in arms:
                         self._measure(server, port, point, arm, number)
                     self._show_progress(number, point)
+                yield point
 
     def _warm_up(self, server: LiveServer, port: int) -> None:
         """Every arm once, and compact until its estimator has settled at every temperature."""
@@ -198,39 +203,42 @@ class Benchmark:
         )
         print(f"pair {number + 1} of {self.options.pairs}, {point}: {shown}", file=sys.stderr, flush=True)
 
-    def oracles(self) -> dict[Point, float]:
-        """The oracle's ratio per point, from records of a static server."""
-        text = self.info.get("speculative_cost_table_json")
-        if text is None:
-            raise RuntimeError("the server has no cost table: there is nothing to price an oracle with")
-        table = parse_cost_table(text)
-        width = int(self.info["speculative_num_draft_tokens"])
-        finest = int(self.info["speculative_verify_tier_tokens"])
-        grid = TierGrid(TierRule(width, int(self.info["max_running_requests"]), finest_tokens=finest))
-        found = {}
+    def trace(self) -> None:
+        """Keeps, from records of a static server, what each full batch's blocks committed, for the oracle."""
         with serve([*self.flags(), "--ragged-verify-mode", "static"], COMPONENTS) as port:
             server = LiveServer(f"http://127.0.0.1:{port}")
             for point in self.points:
                 server.set_state("dspark_clear_info_records", True)
                 run_load(port, self.load(point, max(1, 24 // point.concurrency)))
                 records = server.info()["internal_states"][0]["dspark_info_record"]["records"]
-                steps = [
+                self.traces[point] = [
                     [req["acc_len"] for req in record["reqs"]]
                     for record in records
                     if record["bs"] == point.concurrency and len(record["reqs"]) == point.concurrency
                 ]
-                found[point] = oracle_ratio(steps, table, grid)
-        return found
 
-    def rows(self, oracles: dict[Point, float]) -> list[dict[str, Any]]:
-        """One result per point and arm after the first."""
+    def oracle(self, point: Point) -> float | None:
+        """The oracle's ratio, at the prices of the server that was measured; None without a trace."""
+        if point not in self.traces:
+            return None
+        text = self.info.get("speculative_cost_table_json")
+        if text is None:
+            raise RuntimeError("the server has no cost table: there is nothing to price an oracle with")
+        width, finest = (
+            int(self.info[f"speculative_{name}"]) for name in ("num_draft_tokens", "verify_tier_tokens")
+        )
+        grid = TierGrid(TierRule(width, int(self.info["max_running_requests"]), finest_tokens=finest))
+        return oracle_ratio(self.traces[point], parse_cost_table(text), grid)
+
+    def rows(self, point: Point) -> list[dict[str, Any]]:
+        """One result per arm after the first."""
         first, *others = self.options.arms
+        oracle = self.oracle(point)
         rows = []
-        for point, arm in ((point, arm) for point in self.points for arm in others):
+        for arm in others:
             base, mine = self.segments[point][first], self.segments[point][arm]
             ratios = [b.decode_rate / a.decode_rate for a, b in zip(base, mine, strict=True)]
             output = [b.output_rate / a.output_rate for a, b in zip(base, mine, strict=True)]
-            oracle = oracles.get(point)
             median = statistics.median(ratios)
             counts = {
                 name: sum(count[name] for count in self.counts[point][arm])
@@ -252,20 +260,82 @@ class Benchmark:
             )
         return rows
 
-    def figures(self) -> list[dict[str, Any]]:
+    def figures(self, point: Point) -> list[dict[str, Any]]:
         """Absolute figures of every arm: medians over its runs."""
         rows = []
-        for point in self.points:
-            for arm, segments in self.segments[point].items():
-                names = ("decode_rate", "output_rate", "accept_length")
-                figures = {name: statistics.median(getattr(s, name) for s in segments) for name in names}
-                for name in ("ttft", "inter_token"):
-                    for i, percentile in enumerate(("p50", "p99")):
-                        figures[f"{name}_{percentile}"] = statistics.median(
-                            getattr(s, name)[i] for s in segments
-                        )
-                rows.append({**asdict(point), "arm": arm, **figures})
+        for arm, segments in self.segments[point].items():
+            names = ("decode_rate", "output_rate", "accept_length")
+            figures = {name: statistics.median(getattr(s, name) for s in segments) for name in names}
+            for name in ("ttft", "inter_token"):
+                for i, percentile in enumerate(("p50", "p99")):
+                    figures[f"{name}_{percentile}"] = statistics.median(getattr(s, name)[i] for s in segments)
+            rows.append({**asdict(point), "arm": arm, **figures})
         return rows
+
+
+class Results:
+    """What has been measured, in the order of the sweep, and the file it is kept in."""
+
+    def __init__(self, options: argparse.Namespace, source: dict[str, Any]) -> None:
+        skipped = ("out", "resume", "max_points", "sweep")
+        self.settings = {name: value for name, value in vars(options).items() if name not in skipped}
+        self.path: Path | None = options.out
+        self.content: dict[str, Any] = {**source, "settings": self.settings, "seconds": 0}
+        self.content |= {"cost_tables": [], "ratios": [], "figures": [], "verdicts": []}
+        if options.resume:
+            self._resume()
+
+    def _resume(self) -> None:
+        assert self.path is not None
+        if not self.path.exists():
+            return
+        old = json.loads(self.path.read_text())
+        for name in ("commit", "settings", "machine"):
+            mine, theirs = (_without_load(content.get(name)) for content in (self.content, old))
+            if mine != theirs:
+                raise SystemExit(
+                    f"--resume: {self.path} was measured with another {name} ({theirs}, now {mine}); "
+                    "give another --out, or leave out --resume"
+                )
+        self.content = old
+
+    def lacks(self, point: Point) -> bool:
+        """Whether `point` has still to be measured."""
+        return all(
+            (row["concurrency"], row["temperature"]) != astuple(point) for row in self.content["ratios"]
+        )
+
+    def add(
+        self,
+        rows: Sequence[dict[str, Any]],
+        figures: Sequence[dict[str, Any]],
+        seconds: float,
+        table: str | None,
+    ) -> None:
+        """A point is through: into the file with it."""
+        content = self.content
+        order = {point: i for i, point in enumerate(points_of(self.settings))}
+        for name, more in (("ratios", rows), ("figures", figures)):
+            content[name] = sorted(
+                [*content[name], *_rounded(more)],
+                key=lambda row: order[Point(row["concurrency"], row["temperature"])],
+            )
+        content["seconds"] = round(content["seconds"] + seconds)
+        if table is not None and table not in content["cost_tables"]:
+            content["cost_tables"].append(table)
+        content["verdicts"] = verdicts(content["ratios"])
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def points_of(settings: Mapping[str, Any]) -> list[Point]:
+    """All of a sweep."""
+    return [Point(c, t) for t in settings["temperature"] for c in settings["concurrency"]]
+
+
+def _without_load(value: Any) -> Any:
+    return {k: v for k, v in value.items() if k != "load_average"} if isinstance(value, dict) else value
 
 
 def show(rows: Sequence[dict[str, Any]], first: str) -> None:
@@ -314,8 +384,8 @@ def parse() -> argparse.Namespace:
         "--arms", nargs="+", default=["static", "compact"], help="the first is what others are over"
     )
     parser.add_argument("--pairs", type=int, default=6, help="at least 6 for a 95 %% interval")
-    parser.add_argument("--requests-per-client", type=int, default=2)
-    parser.add_argument("--min-requests", type=int, default=16, help="of a run, whatever the concurrency")
+    parser.add_argument("--requests-per-client", type=int, default=3)
+    parser.add_argument("--min-requests", type=int, default=32, help="of a run, whatever the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--warm-up-turns", type=int, default=3)
     parser.add_argument("--model-path", default="demo")
@@ -326,6 +396,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--no-oracle", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on with the points that --out lacks")
+    parser.add_argument("--max-points", type=int, help="measure so many points and end")
     options = parser.parse_args()
     for name, least in (
         ("pairs", 1),
@@ -335,6 +407,10 @@ def parse() -> argparse.Namespace:
     ):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if options.resume and options.out is None:
+        parser.error("--resume needs --out, the file to go on with")
+    if options.max_points is not None and options.max_points < 1:
+        parser.error("--max-points must be at least 1")
     if min(options.concurrency) < 1 or min(options.temperature) < 0:
         parser.error("--concurrency must be at least 1, --temperature at least 0")
     for arm in options.arms:
@@ -348,27 +424,22 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measures, prints, and writes the result if asked to."""
     options = parse()
+    results = Results(options, provenance())
+    missing = [point for point in points_of(vars(options)) if results.lacks(point)]
+    benchmark = Benchmark(options, missing[: options.max_points])
+    if benchmark.points and not options.no_oracle:
+        benchmark.trace()
     started = time.monotonic()
-    source = provenance()
-    benchmark = Benchmark(options)
-    benchmark.run()
-    oracles = {} if options.no_oracle else benchmark.oracles()
-    rows = benchmark.rows(oracles)
-    result = {
-        **source,
-        "seconds": round(time.monotonic() - started),
-        "cost_table": benchmark.info.get("speculative_cost_table_json"),
-        "cost_table_source": benchmark.info.get("speculative_cost_table_source"),
-        "ratios": rows,
-        "figures": benchmark.figures(),
-        "verdicts": verdicts(rows),
-    }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(_rounded(result), indent=1) + "\n")
-    show(rows, options.arms[0])
-    for line in result["verdicts"]:
+    for point in benchmark.run() if benchmark.points else ():
+        seconds, started = time.monotonic() - started, time.monotonic()
+        table = benchmark.info.get("speculative_cost_table_json")
+        results.add(benchmark.rows(point), benchmark.figures(point), seconds, table)
+    show(results.content["ratios"], options.arms[0])
+    for line in results.content["verdicts"]:
         print(line)
+    left = len(missing) - len(benchmark.points)
+    if left:
+        print(f"{left} points to go: the same command with --resume")
 
 
 def _rounded(value: Any) -> Any:

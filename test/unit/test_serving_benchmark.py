@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from flashspark.speculative.tiers import TierGrid, TierRule
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
 from closed_loop import Seen, summarise
-from serving import median_interval, oracle_ratio, settings_of, verdicts
+from serving import Point, Results, median_interval, oracle_ratio, parse, points_of, settings_of, verdicts
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +46,8 @@ def test_figures_are_of_the_time_at_full_concurrency():
         Seen(5.0, [(5.5, 1), (9.0, 99)], 2),  # ends after the window
     ]
     segment = summarise([first, second], 2)
-    assert segment.decode_rate == pytest.approx((3 + 2 + 1) / 3 * 2)
+    # 6 tokens in 2 s, 4 in 2, 3 in 3, and of the last request nothing after its first frame.
+    assert segment.decode_rate == pytest.approx((6 + 4 + 3) / (2 + 2 + 3) * 2)
     assert segment.output_rate == pytest.approx((3 + 1 + 4 + 3 + 1) / 4)
     assert segment.accept_length == pytest.approx((8 + 5 + 5) / (3 + 2 + 2))
     assert segment.num_tokens == 118
@@ -68,6 +70,52 @@ def test_the_oracle_verifies_what_is_accepted_and_one_row_more():
     grid = TierGrid(TierRule(4, 2, finest_tokens=2))
     steps = [[1, 2], [4, 4]]  # 3 rows run on a tier of 4, 8 on one of 8
     assert oracle_ratio(steps, table, grid) == pytest.approx((11 + 11) / (7 + 11))
+
+
+def options_of(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["serving.py", *arguments])
+    return parse()
+
+
+def test_a_sweep_goes_on_with_the_points_that_its_file_lacks(tmp_path, monkeypatch):
+    out = tmp_path / "sweep.json"
+    source = {"command": "c", "commit": "abc", "machine": {"cores": 2, "load_average": 0.5}}
+    arguments = [
+        "--concurrency",
+        "1",
+        "2",
+        "--temperature",
+        "0",
+        "1",
+        "--pairs",
+        "3",
+        "--out",
+        str(out),
+        "--resume",
+    ]
+    results = Results(options_of(monkeypatch, *arguments), source)
+    points = points_of(results.settings)
+    assert points == [Point(1, 0.0), Point(2, 0.0), Point(1, 1.0), Point(2, 1.0)]
+    assert [results.lacks(point) for point in points] == [True] * 4
+    row = {"arm": "compact", "ratio": 1.23456, "share": None}
+    for point in (points[2], points[0]):  # in any order
+        results.add([{**row, **asdict(point)}], [asdict(point)], 10.0, "{}")
+
+    busier = {**source, "machine": {"cores": 2, "load_average": 9.0}}
+    resumed = Results(options_of(monkeypatch, *arguments, "--max-points", "1"), busier)
+    assert [resumed.lacks(point) for point in points] == [False, True, False, True]
+    assert [row["ratio"] for row in resumed.content["ratios"]] == [1.235, 1.235]
+    assert [Point(f["concurrency"], f["temperature"]) for f in resumed.content["figures"]] == [
+        points[0],
+        points[2],
+    ]
+    assert (resumed.content["seconds"], resumed.content["cost_tables"]) == (20, ["{}"])
+
+    for other in ({"commit": "def"}, {"machine": {"cores": 4}}):
+        with pytest.raises(SystemExit, match=f"another {next(iter(other))}"):
+            Results(options_of(monkeypatch, *arguments), {**source, **other})
+    with pytest.raises(SystemExit, match="another settings"):
+        Results(options_of(monkeypatch, *arguments, "--max-new-tokens", "32"), source)
 
 
 def test_arms_are_live_settings():
