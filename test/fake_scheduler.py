@@ -35,11 +35,13 @@ from flashspark.ipc import (
     SpeculativeStats,
     StateReply,
     StateRequest,
+    TokenOrigin,
 )
 from flashspark.text import StopMatcher, TextTokenizer
 
 WIDTH = 4
 CONTEXT_LENGTH = 256
+QUEUE_SECONDS = 0.25  # that every request claims to have waited
 SEED_CRASH = -1001  # the process dies with exit code 7
 SEED_FAIL = -1002  # it says why, then dies
 SEED_HANG = -1003  # it stops turning its loop
@@ -105,8 +107,18 @@ class Running:
         stats = SpeculativeStats(
             self.num_steps, self.num_drafted, self.num_drafted, self.num_accepted, list(self.histogram)
         )
+        origins: list[TokenOrigin] = []
+        if self.request.return_token_origin:
+            last: TokenOrigin = "bonus" if self.num_steps else "target"
+            origins = ["draft" if i < len(new) - 1 else last for i in range(len(new))]
+        stats = stats if self.num_steps else SpeculativeStats()
         return RequestOutput(
-            self.request.request_id, new, finish, stats if self.num_steps else SpeculativeStats()
+            self.request.request_id,
+            new,
+            finish,
+            stats,
+            queue_seconds=QUEUE_SECONDS,
+            token_origins=origins,
         )
 
 

@@ -35,6 +35,7 @@ class Job:
     max_verify_len: int | None = None
     choice_index: int = 0
     sampling: dict = field(default_factory=dict)
+    token_origin: bool = False
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Result:
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)  # tokens of each verify step
+    origins: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_retractions: int = 0
@@ -69,6 +71,7 @@ class Harness:
         assert result.finish is None, "an ended request spoke again"
         result.tokens += output.token_ids
         result.steps += [len(output.token_ids)] * bool(output.token_ids)
+        result.origins += output.token_origins
         result.finish, result.stats = output.finish, output.speculative
         result.num_retractions = output.num_retractions
 
@@ -173,6 +176,7 @@ def to_message(request_id: str, job: Job) -> GenerateRequest:
         choice_index=job.choice_index,
         speculation=job.speculation,
         max_verify_len=job.max_verify_len,
+        return_token_origin=job.token_origin,
     )
 
 

@@ -7,13 +7,17 @@ One message of the client can become several `GenerateRequest`s (a batch, `n` ch
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 SpeculationMode = Literal["off", "static", "adaptive"]
+StateValue = int | float | str | bool | None | list[Any] | dict[str, Any]  # plain JSON-able data
+# How an output token came about: an accepted draft; one at a position that an earlier step had drafted for and trimmed
+# away; the token that follows a step's accepted drafts; the token of a step that drafted nothing for the request.
+TokenOrigin = Literal["draft", "redraft", "bonus", "target"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,6 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     # which is full blocks too where the server plans nothing.
     speculation: SpeculationMode = "adaptive"
     max_verify_len: int | None = None  # rows per step, anchor included: 1 … W; None: W
+    return_token_origin: bool = False
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +70,7 @@ class StateRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for one `StateReply` with the same `query_id`."""
 
     query_id: int
+    with_records: bool = True  # whether `info_record` is wanted too, which can be large
 
 
 class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
@@ -121,6 +127,8 @@ class RequestOutput(msgspec.Struct, frozen=True, tag=True):
     speculative: SpeculativeStats = SpeculativeStats()
     num_retractions: int = 0
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None  # from arrival until it first got a row; None: it has none yet
+    token_origins: list[TokenOrigin] = []  # one per token, where the request asked for them
 
 
 class SchedulerReady(msgspec.Struct, frozen=True, tag=True):
@@ -150,10 +158,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateReply(msgspec.Struct, frozen=True, tag=True):
-    """Counters and live values, as plain JSON-able data, for /server_info and tests of conservation."""
+    """Counters and live values, for /server_info and tests of conservation."""
 
     query_id: int
-    state: dict[str, int | float | str | bool | None | list[int]]
+    state: dict[str, StateValue]
     info_record: bytes | None = (
         None  # JSON of `dspark_info_record`, made once by the scheduler; None: not recorded
     )

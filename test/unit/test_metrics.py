@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fake_scheduler import QUEUE_SECONDS
 from fake_server import FakeServer
 from flashspark.api.metrics import SCHEDULER_METRICS, scheduler_families
-from flashspark.scheduler.step_record import DecodeMeans, StepRecord
+from flashspark.scheduler.step_record import DecodeMeans, StepRecord, plan_outcome
 from flashspark.scheduler.step_totals import StepTotals, fold_plan
 from flashspark.speculative.adaptive import VerifyMode
 from harness import Harness, Job
@@ -87,6 +89,18 @@ def test_requests_are_counted_where_they_are_answered(model):
         "0.004",
         "0.006",
     ]
+    # From the first token to the last, once per answer; lengths with SGLang's names.
+    assert value(samples, "request_time_per_output_token_seconds_count", is_streaming="false") == 2
+    assert value(samples, "request_time_per_output_token_seconds_count", is_streaming="true") == 1
+    assert (
+        value(samples, "prompt_tokens_histogram_sum"),
+        value(samples, "prompt_tokens_histogram_count"),
+    ) == (11, 3)
+    assert value(samples, "generation_tokens_histogram_sum") == 32
+    assert value(samples, "generation_tokens_histogram_bucket", le="16.0") == 3
+    assert value(samples, "queue_time_seconds_count") == 3
+    assert value(samples, "queue_time_seconds_sum") == pytest.approx(3 * QUEUE_SECONDS)
+    assert value(samples, "startup_time_seconds", **API_LABELS) > 0
     assert value(samples, "num_running_reqs", **API_LABELS, **RANK) == 3
     assert value(samples, "verify_tokens_total") == 70
     assert {s.labels["outcome"]: s.value for s in samples["plans_total"]} == {
@@ -98,6 +112,29 @@ def test_requests_are_counted_where_they_are_answered(model):
     assert value(samples, "verify_tier_tokens_bucket", le="8192.0") == 5
     assert value(samples, "verify_tier_tokens_bucket", le="+Inf") == 7
     assert value(samples, "verify_tier_tokens_sum") == 20_000
+
+
+def test_http_is_counted_by_endpoint_method_and_status(model):
+    with FakeServer(model, "--enable-metrics", "--api-key", "k") as server:
+        assert server.client.get("/v1/models").status_code == 401
+        for path in ("/v1/models/none", "/no/such/path", "/metricsx"):
+            server.client.get(path, headers={"authorization": "Bearer k"})
+        body = {"input_ids": [70], "sampling_params": {"max_new_tokens": 2}, "stream": True}
+        server.client.post("/generate", json=body, headers={"authorization": "Bearer k"})
+        server.client.request("BREW", "/generate")
+        samples = samples_of(server)
+    responses = {
+        (s.labels["endpoint"], s.labels["method"], s.labels["status_code"]): s.value
+        for s in samples["http_responses_total"]
+    }
+    assert responses[("/v1/models", "GET", "401")] == 1
+    assert responses[("other", "GET", "404")] == 3
+    assert responses[("/generate", "POST", "200")] == 1
+    assert responses[("/generate", "other", "401")] == 1
+    assert value(samples, "http_requests_total", endpoint="other", method="GET") == 3
+    # The call that asks is under way, and nobody else.
+    assert value(samples, "http_requests_active", endpoint="/metrics", method="GET") == 1
+    assert sum(s.value for s in samples["http_requests_active"]) == 1
 
 
 def test_a_scheduler_that_does_not_answer_leaves_the_rest(model, monkeypatch):
@@ -151,6 +188,8 @@ def test_totals_by_hand():
     totals.add(record_of(None, num_rows_run=1))
     totals.add(record_of(None, num_rows_run=100_000))
     assert totals.num_trimmed_tokens == 4 + 4
+    assert totals.num_full_tokens == 12 * 6 + 3
+    assert totals.num_predicted_steps == 4
     assert totals.num_pad_tokens == 1
     assert totals.outcomes == {
         "trimmed": 2,
@@ -204,6 +243,27 @@ def test_the_plan_hash_follows_shapes_and_their_order():
     assert len(hashes) == 9
 
 
+def check_charts(charts: dict, records: list[StepRecord], mode: VerifyMode) -> None:
+    """What /server_info has for the dashboard, against the records."""
+    assert charts["last_gen_throughput"] == 0  # nothing runs
+    assert charts["full_block_tokens"] == sum(r.num_full_tokens for r in records)
+    sizes = Counter((r.num_rows_run - 1).bit_length() for r in records)
+    assert charts["steps_by_rows"] == [sizes[i] for i in range(15)]
+    if mode is VerifyMode.STATIC:
+        assert charts["confidence_calibration"] is None
+        assert (charts["plan_outcomes"], charts["predicted_steps"]) == ({}, 0)
+        return
+    prices = [r.plan.record.predicted_step_seconds for r in records]
+    times = [r.decode_ms / 1e3 for r, price in zip(records, prices, strict=True) if price is not None]
+    assert charts["predicted_steps"] == len(times)
+    assert charts["predicted_step_seconds"] == pytest.approx(sum(p for p in prices if p is not None))
+    assert charts["measured_step_seconds"] == pytest.approx(sum(times))
+    assert charts["plan_outcomes"] == Counter(plan_outcome(r.plan) for r in records)
+    calibration = charts["confidence_calibration"]
+    assert set(calibration) == {"counts", "expected", "accepted", "errors"}
+    assert len(calibration["counts"]) == len(calibration["errors"]) == WIDTH - 1
+
+
 @pytest.mark.parametrize("mode", list(VerifyMode), ids=lambda mode: mode.value)
 def test_of_a_scheduler(folders, mode):  # noqa: F811
     """Everything it says has a description, and equals its records' sums; two that plan alike have one hash."""
@@ -234,11 +294,22 @@ def test_of_a_scheduler(folders, mode):  # noqa: F811
     assert value(samples, "verify_tokens_total") == sum(r.num_verify_tokens for r in records)
     assert metrics.num_rows_run == sum(r.num_rows_run for r in records)
     assert sum(metrics.steps_by_size) == len(records)
+    assert value(samples, "spec_num_steps") == 1
+    limits, state = harness.scheduler.limits, harness.scheduler.state()
+    assert value(samples, "kv_used_tokens") == value(samples, "num_used_tokens") == state["num_used_tokens"]
+    free = limits.max_total_num_tokens - state["num_used_tokens"]
+    assert value(samples, "kv_available_tokens") == free
+    assert value(samples, "page_size") * value(samples, "num_pages") == limits.max_total_num_tokens
+    assert value(samples, "context_len") == limits.context_length
+    check_charts(harness.scheduler.charts(), records, mode)
     if mode is VerifyMode.STATIC:
         assert "plans_total" not in samples and "spec_cap_length" not in samples
         return
     assert hashes != {0}
     full = sum(r.num_full_tokens for r in records)
+    assert value(samples, "verify_full_block_tokens_total") == full
+    predicted = [r for r in records if r.plan.record.predicted_step_seconds is not None]
+    assert value(samples, "plan_predicted_steps_total") == len(predicted)
     assert value(samples, "verify_tokens_trimmed_total") == full - value(samples, "verify_tokens_total") > 0
     assert value(samples, "spec_cap_length") == pytest.approx(
         value(samples, "verify_tokens_total") / num_reqs
@@ -249,6 +320,9 @@ def test_of_a_scheduler(folders, mode):  # noqa: F811
     assert slopes == {"greedy": 0.0, "sampled": 0.0}  # the prior: too few steps to refit
     assert value(samples, "estimator_intercept", **{"class": "greedy", "position": "4"}) == 1.5
     summary = harness._worker.adaptive.source.summary()
+    errors = {s.labels["position"]: s.value for s in samples["confidence_calibration_error"]}
+    assert list(errors.values()) == summary["calibration_errors"]
+    assert list(errors) == ["0", "1", "2", "3", "4"]
     seen = [s.value for s in samples["estimator_observations_total"]]
     assert seen == [*summary["observations"][0], *summary["observations"][1]]
     difference = value(samples, "confidence_expected_accepted_total") - summary["actual_accepted"]

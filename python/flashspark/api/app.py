@@ -16,6 +16,7 @@ import flashspark
 from . import admin, metrics, native, openai, text_routes
 from .context import ServerContext
 from .errors import RequestError, error_response, unavailable
+from .http_metrics import HttpMetricsMiddleware
 from .middleware import KeyMiddleware, RequestIdMiddleware
 from .protocol import BODIES
 from .wire import ClientGone
@@ -85,6 +86,9 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(KeyMiddleware, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key)
     app.add_middleware(RequestIdMiddleware)
+    if context.metrics is not None:
+        paths = frozenset(path for path, _, _ in ROUTES if "{" not in path)
+        app.add_middleware(HttpMetricsMiddleware, registry=context.metrics.registry, paths=paths)
     return app
 
 

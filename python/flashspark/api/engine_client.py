@@ -168,9 +168,9 @@ class EngineClient:
         if known and self.failure is None:
             self._outbox.put_nowait(AbortRequest(known, "the client went away"))
 
-    async def state(self, timeout_s: float = 5.0) -> StateReply:
+    async def state(self, timeout_s: float = 5.0, with_records: bool = True) -> StateReply:
         """Counters and live values of the scheduler; raises `TimeoutError` when it does not answer."""
-        return await self._ask(StateRequest(next(self._query_ids)), timeout_s)
+        return await self._ask(StateRequest(next(self._query_ids), with_records), timeout_s)
 
     async def metrics(self, timeout_s: float = 5.0) -> SchedulerMetrics:
         """The scheduler's part of /metrics; raises `TimeoutError` when it does not answer."""

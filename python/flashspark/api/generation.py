@@ -20,6 +20,7 @@ from flashspark.text import StopMatcher, TextTokenizer
 from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
 from .errors import RequestError, unavailable
 from .metrics import RequestMetrics
+from .token_trail import TokenTrail
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Prompt:
     no_stop_trim: bool = False
     stream_interval: int = 1
     text: str | None = None  # as it came, for `echo`
+    return_token_origin: bool = False
 
 
 class Choice:
@@ -59,8 +61,13 @@ class Choice:
         self.speculative = SpeculativeStats()  # stays empty without speculation
         self.num_cached_tokens = 0
         self.num_retractions = 0
-        self.last_token_s: float | None = None  # kept by `RequestMetrics`
+        self.queue_seconds: float | None = None
+        self.first_token_s: float | None = None  # these two kept by `RequestMetrics`
+        self.last_token_s: float | None = None
         self._detokenizer = tokenizer.detokenizer(prompt.sampling.skip_special_tokens)
+        self.trail: TokenTrail | None = None
+        if prompt.return_token_origin:
+            self.trail = TokenTrail(tokenizer.detokenizer(prompt.sampling.skip_special_tokens))
         self._matcher = StopMatcher(prompt.sampling.stop)
         self._num_text_taken = 0
         self._num_ids_taken = 0
@@ -92,10 +99,13 @@ class Choice:
         # As in the scheduler: no stop string counts before the last token that `min_new_tokens` asks for.
         num_exempt = max(0, self.prompt.sampling.min_new_tokens - 1 - len(self.token_ids))
         self.token_ids += output.token_ids
+        if self.trail is not None:
+            self.trail.add(output)
         if self.speculation != "off":
             self.speculative = output.speculative
         self.num_cached_tokens = output.num_cached_tokens
         self.num_retractions = output.num_retractions
+        self.queue_seconds = output.queue_seconds
         self.finish = output.finish
         ids = output.token_ids
         if self._ends_with_stop_token(output) and not self.prompt.no_stop_trim:
@@ -166,6 +176,7 @@ class Generation:
                     choice_index=choice.index % choice.prompt.n,  # `n` is the same for all prompts of a call
                     speculation=self.speculation,
                     max_verify_len=self.max_verify_len,
+                    return_token_origin=choice.prompt.return_token_origin,
                 )
             )
         try:
@@ -215,7 +226,7 @@ class Generation:
         self.metrics.observe_tokens(choice, num_new, self.started_s, self.is_streaming)
         if choice.finish is not None:
             num_prompt, num_output = len(choice.prompt.input_ids), len(choice.token_ids)
-            self.metrics.observe_end(num_prompt, num_output, self.started_s, self.is_streaming)
+            self.metrics.observe_end(choice, num_prompt, num_output, self.started_s, self.is_streaming)
 
     def _raise_if_ordered(self, finish: FinishReason) -> None:
         status = finish.status_code

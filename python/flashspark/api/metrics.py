@@ -14,6 +14,7 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 PREFIX = "sglang:"
 _TTFT_EDGES = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _E2E_EDGES = (*_TTFT_EDGES, 600, 1200, 1800, 2400)
+_PER_TOKEN_EDGES = (*(0.002, 0.005, 0.010, 0.020, 0.030, 0.040, 0.050, 0.060, 0.080), *_TTFT_EDGES[:7])
+_QUEUE_EDGES = (0.001, 0.005, 0.01, 0.05, *_TTFT_EDGES[:-2])
+_LENGTH_EDGES = tuple(1 << i for i in range(4, 18))
 _ITL_EDGES = (
     *(0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.035, 0.040),
     *(0.060, 0.080, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
@@ -42,12 +46,19 @@ _ITL_EDGES = (
 SCHEDULER_METRICS = {
     "num_running_reqs": "Requests that hold a row.",
     "num_queue_reqs": "Requests that wait for a row or for pages.",
+    "num_retracted_reqs": "Requests that gave up their pages and wait for others.",
     "num_used_tokens": "KV positions in pages that are out.",
     "max_total_num_tokens": "KV positions of the pool.",
+    "kv_used_tokens": "As num_used_tokens.",
+    "kv_available_tokens": "KV positions in pages that are free.",
+    "page_size": "KV positions of a page.",
+    "num_pages": "Pages of the pool.",
+    "context_len": "Most tokens of prompt and output together.",
     "token_usage": "Share of the pool's KV positions in pages that are out.",
     "gen_throughput": "Output tokens per second of the latest decode steps; 0 while nothing runs.",
     "num_retractions_total": "Times a request gave up its pages to an older one.",
     "num_aborted_requests_total": "Requests that were aborted.",
+    "spec_num_steps": "Passes of the draft per step.",
     "spec_num_draft_tokens": "Rows of a full block: the anchor and the drafts.",
     "spec_accept_length": "Output tokens per request and verify step, of the latest steps.",
     "spec_accept_rate": "Accepted share of the drafts of full blocks, of the latest steps.",
@@ -55,12 +66,14 @@ SCHEDULER_METRICS = {
     "spec_block_accept_length": "What the accept length would be without caps; in cap-accept alone.",
     "spec_verify_calls_total": "Verify steps, counted per request.",
     "verify_tokens_total": "Rows verified, anchors included.",
+    "verify_full_block_tokens_total": "Rows of everybody's full blocks.",
     "verify_tokens_trimmed_total": "Rows of full blocks that drafted steps did not verify.",
     "verify_pad_tokens_total": "Rows run that belong to no request.",
     "plans_total": "Plans by what they came to.",
     "plan_unresolved_total": "Plans that had no confidence to go by, by reason.",
     "plan_skipped_small_batch_total": "Plans that priced nothing, because every budget runs on one tier.",
-    "plan_predicted_step_seconds_total": "Predicted seconds of the steps whose time was predicted.",
+    "plan_predicted_steps_total": "Steps whose time was predicted.",
+    "plan_predicted_step_seconds_total": "Predicted seconds of these steps.",
     "plan_measured_step_seconds_total": "Measured seconds of the same steps.",
     "spec_step_time_error_seconds": "Predicted minus measured seconds per step, of the latest steps.",
     "confidence_is_ready": "1 once the confidence may trim.",
@@ -68,6 +81,7 @@ SCHEDULER_METRICS = {
     "confidence_expected_accepted_total": "Accepted drafts that the confidence expected of these blocks.",
     "confidence_actual_accepted_total": "Accepted drafts of these blocks.",
     "confidence_expected_minus_actual": "The difference of the two, per block.",
+    "confidence_calibration_error": "Mean distance of survival from its outcome, by draft position.",
     "estimator_slope": "Slope of the online estimator, by class of requests.",
     "estimator_intercept": "Its intercepts, by class and draft position.",
     "estimator_observations_total": "Drafts it has learnt from, by class and draft position.",
@@ -75,9 +89,11 @@ SCHEDULER_METRICS = {
 
 
 class Timed(Protocol):
-    """An answer as it comes in; `Choice` is one."""
+    """An answer as it comes in; `Choice` is one. Times are monotonic."""
 
+    first_token_s: float | None
     last_token_s: float | None
+    queue_seconds: float | None
 
 
 class RequestMetrics:
@@ -110,6 +126,26 @@ class RequestMetrics:
             _ITL_EDGES,
             tuple(self.labels),
         )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "From the first token to the last, over the tokens between; answers of one token have none.",
+            _PER_TOKEN_EDGES,
+        )
+        self._queue = histogram(
+            "queue_time_seconds", "From arrival to a row.", _QUEUE_EDGES, tuple(self.labels)
+        )
+        self._prompt_lengths = histogram(
+            "prompt_tokens_histogram", "Answers by prompt tokens.", _LENGTH_EDGES, tuple(self.labels)
+        )
+        self._output_lengths = histogram(
+            "generation_tokens_histogram", "Answers by output tokens.", _LENGTH_EDGES, tuple(self.labels)
+        )
+        self._startup = Gauge(
+            PREFIX + "startup_time_seconds",
+            "From the start of the process to the first request it could take.",
+            tuple(self.labels),
+            registry=self.registry,
+        )
 
     def observe_tokens(self, answer: Timed, num_new: int, started_s: float, is_streaming: bool) -> None:
         """`num_new` tokens of an answer that was asked for at `started_s` (monotonic) have come in."""
@@ -117,6 +153,7 @@ class RequestMetrics:
             return
         now = time.monotonic()
         if answer.last_token_s is None:
+            answer.first_token_s = now
             self._first.labels(**self._of(is_streaming)).observe(now - started_s)
         else:
             between = self._between.labels(**self.labels)
@@ -124,13 +161,26 @@ class RequestMetrics:
                 between.observe((now - answer.last_token_s) / num_new)
         answer.last_token_s = now
 
-    def observe_end(self, num_prompt: int, num_output: int, started_s: float, is_streaming: bool) -> None:
+    def observe_end(
+        self, answer: Timed, num_prompt: int, num_output: int, started_s: float, is_streaming: bool
+    ) -> None:
         """An answer has ended, its tokens observed."""
         labels = self._of(is_streaming)
         self._requests.labels(**labels).inc()
         self._prompt_tokens.labels(**labels).inc(num_prompt)
         self._generation_tokens.labels(**labels).inc(num_output)
         self._e2e.labels(**labels).observe(time.monotonic() - started_s)
+        self._prompt_lengths.labels(**self.labels).observe(num_prompt)
+        self._output_lengths.labels(**self.labels).observe(num_output)
+        if answer.queue_seconds is not None:
+            self._queue.labels(**self.labels).observe(answer.queue_seconds)
+        if num_output > 1 and answer.first_token_s is not None and answer.last_token_s is not None:
+            seconds = (answer.last_token_s - answer.first_token_s) / (num_output - 1)
+            self._per_token.labels(**labels).observe(seconds)
+
+    def set_startup(self, seconds: float) -> None:
+        """How long the start took."""
+        self._startup.labels(**self.labels).set(seconds)
 
     def _of(self, is_streaming: bool) -> dict[str, str]:
         return self.labels | {"is_streaming": "true" if is_streaming else "false"}
@@ -140,6 +190,8 @@ async def metrics(request: Request, context: ServerContext) -> Response:
     """Prometheus' text format; 404 without --enable-metrics."""
     if context.metrics is None:
         return json_response({"detail": "Not Found"}, status=404)
+    if context.startup_seconds is not None:
+        context.metrics.set_startup(context.startup_seconds)
     families: list[Metric] = []
     try:
         scheduler = await context.engine.metrics()

@@ -59,6 +59,8 @@ class _Answers:
             "output_ids": choice.take_ids() if incremental else choice.token_ids,
             "meta_info": meta_info(choice, self._generation, self._args.weight_version),
         }
+        if choice.trail is not None:
+            body["meta_info"] |= choice.trail.fields(incremental)
         if self._with_prompt_ids:
             body["prompt_token_ids"] = choice.prompt.input_ids
         return body
@@ -107,6 +109,7 @@ async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Pro
                 no_stop_trim=sampling.no_stop_trim,
                 stream_interval=sampling.stream_interval or context.args.stream_interval,
                 text=item if isinstance(item, str) else None,
+                return_token_origin=body.return_token_origin,
             )
         )
     return prompts, is_batch or prompts[0].n > 1

@@ -137,6 +137,9 @@ class GenerateBody(EngineFields):
     rid: RequestId | RequestIds | None = Field(None, description="the client's id, to abort by")
     speculation: SpeculationOptions | None = None
     return_prompt_token_ids: bool = False
+    return_token_origin: bool = Field(
+        False, description="FlashSpark's own: adds meta_info.token_origins and token_text_ends"
+    )
     return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
     logprob_start_len: Any = neutral(-1, 0, remedy=_LOGPROBS)
     top_logprobs_num: Any = neutral(0, remedy=_LOGPROBS)

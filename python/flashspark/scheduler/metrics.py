@@ -19,6 +19,7 @@ def scheduler_metrics(
     means: DecodeMeans,
     gamma: int,
     max_total_num_tokens: int,
+    context_length: int,
     adaptive: AdaptiveVerifier | None,
 ) -> SchedulerMetrics:
     """Counts and gauges. Waits for the device where a source of confidence keeps its sums there.
@@ -27,9 +28,13 @@ def scheduler_metrics(
         state: `Scheduler.state()`.
         means: of the latest steps.
     """
-    names = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
+    names = ("num_running_reqs", "num_queue_reqs", "num_retracted_reqs", "num_used_tokens", "num_pages")
     values: dict[str, float] = {name: state[name] for name in names} | {
         "max_total_num_tokens": max_total_num_tokens,
+        "kv_used_tokens": state["num_used_tokens"],
+        "kv_available_tokens": max_total_num_tokens - state["num_used_tokens"],
+        "page_size": max_total_num_tokens // state["num_pages"],
+        "context_len": context_length,
         "token_usage": state["num_used_tokens"] / max_total_num_tokens,
         "gen_throughput": means.gen_throughput if state["num_running_reqs"] else 0.0,
         "num_retractions_total": state["num_retractions"],
@@ -46,6 +51,7 @@ def scheduler_metrics(
 
 def _of_speculation(state: dict[str, int | float], means: DecodeMeans, gamma: int) -> list[MetricSample]:
     return [
+        MetricSample("spec_num_steps", 1),  # one pass of the draft gives the whole block
         MetricSample("spec_num_draft_tokens", gamma + 1),
         MetricSample("spec_accept_length", means.accept_length),
         MetricSample("spec_accept_rate", means.accept_rate),
@@ -62,9 +68,11 @@ def _of_plans(totals: StepTotals, means: DecodeMeans) -> list[MetricSample]:
     }
     samples = [MetricSample(name, value) for name, value in optional.items() if value is not None]
     samples += [
+        MetricSample("verify_full_block_tokens_total", totals.num_full_tokens),
         MetricSample("verify_tokens_trimmed_total", totals.num_trimmed_tokens),
         MetricSample("verify_pad_tokens_total", totals.num_pad_tokens),
         MetricSample("plan_skipped_small_batch_total", totals.num_small_batch_plans),
+        MetricSample("plan_predicted_steps_total", totals.num_predicted_steps),
         MetricSample("plan_predicted_step_seconds_total", totals.predicted_seconds),
         MetricSample("plan_measured_step_seconds_total", totals.measured_seconds),
     ]
@@ -85,6 +93,12 @@ def _of_confidence(adaptive: AdaptiveVerifier) -> list[MetricSample]:
         MetricSample("confidence_expected_accepted_total", _number(summary["expected_accepted"])),
         MetricSample("confidence_actual_accepted_total", _number(summary["actual_accepted"])),
         MetricSample("confidence_expected_minus_actual", _number(summary["expected_minus_actual_per_block"])),
+    ]
+    errors = summary["calibration_errors"]
+    assert isinstance(errors, list)
+    samples += [
+        MetricSample("confidence_calibration_error", _number(error), {"position": str(k)})
+        for k, error in enumerate(errors)
     ]
     slopes = summary.get("slope")
     if not isinstance(slopes, list):  # a trained head has no coefficients that change

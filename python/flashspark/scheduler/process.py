@@ -69,8 +69,10 @@ class SchedulerService:
             case AbortRequest():
                 self._scheduler.abort(message.request_ids, message.message)
             case StateRequest():
-                state = {**self._scheduler.state(), **self._scheduler.verification_state()}
-                self._channel.send(StateReply(message.query_id, state, self._scheduler.info_record()))
+                scheduler = self._scheduler
+                state = {**scheduler.state(), **scheduler.verification_state(), **scheduler.charts()}
+                record = scheduler.info_record() if message.with_records else None
+                self._channel.send(StateReply(message.query_id, state, record))
             case MetricsRequest():
                 self._channel.send(MetricsReply(message.query_id, self._scheduler.metrics()))
             case SetStateRequest():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,6 +11,8 @@ from flashspark.speculative.sampling import RowSampling
 from flashspark.text.detokenizer import IncrementalDetokenizer
 from flashspark.text.stop import StopMatcher
 from flashspark.text.tokenizer import TextTokenizer
+
+from .token_origins import TokenOrigins
 
 
 class StopChecker:
@@ -63,6 +66,8 @@ class Request:
     gamma: int  # drafts per step this request may ask for; 0 without speculation
     counts_verify_lens: bool = False  # in the ragged modes, where they say something
     tokens: list[int] = field(init=False)
+    arrived_s: float = field(default_factory=time.monotonic)
+    queue_seconds: float | None = None  # until it first got a row
     row: int = -1
     pages: list[int] = field(default_factory=list)
     context_len: int = 0
@@ -77,11 +82,13 @@ class Request:
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
     verify_histogram: list[int] = field(init=False)  # steps by verify length
+    origins: TokenOrigins | None = field(init=False)  # where the request asked for them
 
     def __post_init__(self) -> None:
         self.tokens = list(self.message.input_ids)
         self.accept_histogram = [0] * (self.gamma + 1)
         self.verify_histogram = [0] * (self.gamma + 2) if self.counts_verify_lens else []
+        self.origins = TokenOrigins() if self.message.return_token_origin else None
 
     @property
     def request_id(self) -> str:
@@ -157,6 +164,8 @@ class Request:
                 break
         self.tokens += kept
         self.context_len += len(tokens)
+        if self.origins is not None:
+            self.origins.add_step(len(tokens), len(kept), verify_len, num_drafted)
         num_accepted = min(len(tokens) - 1, len(kept))
         self.num_accepted += num_accepted
         self.num_verify_steps += 1

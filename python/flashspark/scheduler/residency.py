@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterable
 
 from flashspark.speculative.worker import SpeculativeWorker
@@ -87,6 +88,8 @@ class Residency:
 
     def _enter(self, request: Request, pages: list[int]) -> None:
         request.row, request.pages, request.context_len = self._free_rows.pop(), pages, 0
+        if request.queue_seconds is None:
+            request.queue_seconds = time.monotonic() - request.arrived_s
         bisect.insort(self.residents, request, key=lambda resident: resident.arrival)
         self._request_rows.set_pages(request.row, pages)
         # The anchor is the last known token, whether the prompt's or, after a retraction, the output's.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
-from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics
+from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics, StateValue
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 from flashspark.speculative.sts_records import CollectingHead
@@ -22,6 +22,7 @@ from flashspark.speculative.types import Accepted, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
+from .charts import chart_state
 from .live_settings import LiveSettings, Value
 from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
@@ -197,6 +198,7 @@ class Scheduler:
             "num_sampling_rows": self._worker.sampling.num_assigned,
             "num_used_tokens": residency.num_used_tokens,
             "num_retractions": residency.num_retractions,
+            "num_retracted_reqs": sum(request.num_retractions > 0 for request in residency.queue),
             "num_steps": self.num_steps,
             **self.totals,
             **means,
@@ -220,16 +222,23 @@ class Scheduler:
 
     def metrics(self) -> SchedulerMetrics:
         """What /metrics shows of the scheduler."""
-        limits, gamma = self.limits, self._worker.gamma
-        means = DecodeMeans.of(list(self.records)[-limits.decode_log_interval :], gamma)
         return scheduler_metrics(
             self.state(),
             self._step_totals,
-            means,
-            gamma,
-            limits.max_total_num_tokens,
+            self._recent_means(),
+            self._worker.gamma,
+            self.limits.max_total_num_tokens,
+            self.limits.context_length,
             self._settings.verifier,
         )
+
+    def charts(self) -> dict[str, StateValue]:
+        """What the dashboard plots beside `state` and `verification_state`, for /server_info too."""
+        throughput = self._recent_means().gen_throughput if self.residency.residents else 0.0
+        return {"last_gen_throughput": throughput, **chart_state(self._step_totals, self._settings.verifier)}
+
+    def _recent_means(self) -> DecodeMeans:
+        return DecodeMeans.of(list(self.records)[-self.limits.decode_log_interval :], self._worker.gamma)
 
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
@@ -373,6 +382,8 @@ class Scheduler:
             finish=finish,
             speculative=request.statistics(),
             num_retractions=request.num_retractions,
+            queue_seconds=request.queue_seconds,
+            token_origins=request.origins.take() if request.origins is not None else [],
         )
 
     def _log(self) -> None:

@@ -20,11 +20,13 @@ class StepTotals:
     """Takes every turn's record. Everything in it only grows, `plan_hash` apart."""
 
     def __init__(self) -> None:
+        self.num_full_tokens = 0  # rows of everybody's full blocks
         self.num_trimmed_tokens = 0  # rows of full blocks that drafted steps did not verify
         self.num_pad_tokens = 0  # rows run that belong to nobody
         self.num_small_batch_plans = 0  # all budgets ran on one tier: nothing was priced
         self.outcomes: Counter[str] = Counter()  # plans by what they came to
         self.unresolved: Counter[str] = Counter()  # plans that had no confidence to go by, by reason
+        self.num_predicted_steps = 0
         self.predicted_seconds = self.measured_seconds = 0.0  # of steps whose time was predicted
         self.steps_by_size = [0] * NUM_SIZE_CLASSES
         self.num_rows_run = 0
@@ -37,6 +39,7 @@ class StepTotals:
         size_class = min((record.num_rows_run - 1).bit_length(), NUM_SIZE_CLASSES - 1)
         self.steps_by_size[size_class] += 1
         self.num_rows_run += record.num_rows_run
+        self.num_full_tokens += record.num_full_tokens
         if record.mode == VerifyMode.COMPACT.value:
             self.num_pad_tokens += record.num_rows_run - record.num_verify_tokens
         if record.plan is not None:
@@ -52,6 +55,7 @@ class StepTotals:
             self.unresolved[confidence.reason] += 1
         self.num_small_batch_plans += plan.record.stages[_SMALL_BATCH].changed
         if plan.record.predicted_step_seconds is not None:
+            self.num_predicted_steps += 1
             self.predicted_seconds += plan.record.predicted_step_seconds
             self.measured_seconds += record.decode_ms / 1e3
         self.plan_hash = fold_plan(self.plan_hash, plan)

@@ -19,6 +19,7 @@ GREEDY, SAMPLED = 0, 1  # classes of requests
 TEACHES = 2  # flag beside the class
 NUM_CLASSES = 2
 SETTLE_INTERVAL = 20  # steps whose outcomes are summed together
+NUM_BINS = 15  # of survival, for its calibration
 
 Summary = dict[str, int | bool | float | list[float] | list[list[float]]]
 
@@ -150,29 +151,46 @@ class PredictionLog:
 
 
 class Calibration:
-    """Expected against observed accepted drafts, over the drafts that were verified."""
+    """Expected against observed accepted drafts, over the drafts that were verified: by position, and by survival.
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+    Survival is the running product of a block's confidence, the probability that all drafts up to a position are
+    accepted; `NUM_BINS` equal intervals of it.
+    """
+
+    def __init__(self, gamma: int, device: torch.device) -> None:
+        # Of each interval at each position: verified drafts, the sum of their survivals, how many were accepted.
+        self._bins = torch.zeros(gamma * NUM_BINS, 3, dtype=torch.float64, device=device)
+        self._num_blocks = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_bins = torch.arange(gamma, device=device) * NUM_BINS
 
     def add(self, outcomes: Outcomes) -> None:
-        """Expected is the sum of survivals, the running products of the predictions."""
+        """Counts the blocks that teach, each draft once."""
         prediction = outcomes.prediction.double()
         counts = outcomes.teaches & prediction.isfinite().all(dim=1)
         position = torch.arange(prediction.shape[1], device=prediction.device)
         verified = (position < outcomes.verify_lens.unsqueeze(1) - 1) & counts.unsqueeze(1)
-        expected = torch.where(verified, prediction.cumprod(dim=1), 0.0).sum()
-        accepted = torch.where(counts, outcomes.num_accepted, 0).sum()
-        self._sums.add_(torch.stack((expected, accepted.double(), counts.sum().double())))
+        survival = torch.where(verified, prediction.cumprod(dim=1), 0.0)
+        accepted = verified & (position < outcomes.num_accepted.unsqueeze(1))
+        bins = self._first_bins + (survival * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        values = torch.stack((verified.double(), survival, accepted.double()), dim=2)
+        self._bins.index_add_(0, bins.flatten(), values.flatten(0, 1))
+        self._num_blocks += counts.sum()
 
     def summary(self) -> Summary:
         """Totals since the start. Waits for the device."""
-        expected, accepted, num_blocks = self._sums.tolist()
+        counts, expected, accepted = self._bins.view(-1, NUM_BINS, 3).unbind(2)
+        num_blocks = int(self._num_blocks)
+        sums = float(expected.sum()), float(accepted.sum())
+        errors = (expected - accepted).abs().sum(1) / counts.sum(1).clamp(min=1.0)
         return {
-            "scored_blocks": int(num_blocks),
-            "expected_accepted": expected,
-            "actual_accepted": accepted,
-            "expected_minus_actual_per_block": (expected - accepted) / max(1.0, num_blocks),
+            "scored_blocks": num_blocks,
+            "expected_accepted": sums[0],
+            "actual_accepted": sums[1],
+            "expected_minus_actual_per_block": (sums[0] - sums[1]) / max(1, num_blocks),
+            "calibration_counts": counts.tolist(),
+            "calibration_expected": expected.tolist(),
+            "calibration_accepted": accepted.tolist(),
+            "calibration_errors": errors.tolist(),  # expected calibration error of the survival, by position
         }
 
 
@@ -190,7 +208,7 @@ class HeadConfidence:
         self.gamma = len(temperatures)
         self._temperatures = torch.tensor(list(temperatures), dtype=torch.float32, device=device)
         self._log = PredictionLog(max_reqs, self.gamma, device)
-        self._calibration = Calibration(device)
+        self._calibration = Calibration(self.gamma, device)
         self.num_steps = 0  # that can be scored
 
     def assign(self, row: int, params: RowSampling, is_visible: bool = True) -> None:

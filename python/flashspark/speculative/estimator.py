@@ -58,7 +58,7 @@ class AcceptanceEstimator:
         )
         self._num_observations = torch.zeros(num_classes, gamma, dtype=torch.float64, device=device)
         self._log = PredictionLog(max_reqs, gamma, device)
-        self._calibration = Calibration(device)
+        self._calibration = Calibration(gamma, device)
         self.num_steps = self.num_refits = 0  # steps that taught; both from host state, never from the device
 
     @property
