@@ -19,6 +19,8 @@ from flashspark.args import ServerArgs
 from flashspark.ipc import (
     AbortRequest,
     FinishReason,
+    FlushCacheReply,
+    FlushCacheRequest,
     GenerateRequest,
     Heartbeat,
     MetricSample,
@@ -156,6 +158,8 @@ class FakeScheduler:
                         self.channel.send(MetricsReply(message.query_id, METRICS))
                     case SetStateRequest():
                         self.channel.send(SetStateReply(message.query_id, self.set_state(message.values)))
+                    case FlushCacheRequest():
+                        self.channel.send(FlushCacheReply(message.query_id, not self.running))
                     case Shutdown():
                         return
             now = time.monotonic()

@@ -36,6 +36,7 @@ class Job:
     choice_index: int = 0
     sampling: dict = field(default_factory=dict)
     token_origin: bool = False
+    message: dict = field(default_factory=dict)  # further fields of `GenerateRequest`
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Result:
     finish: FinishReason | None = None
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_retractions: int = 0
+    num_cached_tokens: int = 0
 
 
 class Harness:
@@ -74,6 +76,7 @@ class Harness:
         result.origins += output.token_origins
         result.finish, result.stats = output.finish, output.speculative
         result.num_retractions = output.num_retractions
+        result.num_cached_tokens = output.num_cached_tokens
 
     def make_adaptive(self, mode: VerifyMode, table=None, grid=None, **settings) -> AdaptiveVerifier:
         """Switches to cap-accept or compact, with a source of confidence as a server would choose it."""
@@ -122,7 +125,8 @@ class Harness:
         """Rows, pages and sampling state are back in their pools."""
         state = self.scheduler.state()
         assert state["num_free_rows"] == state["max_running_requests"]
-        assert state["num_free_pages"] == state["num_pages"]
+        assert state["num_free_pages"] + state["num_evictable_pages"] == state["num_pages"]
+        assert state["num_cached_pages"] == state["num_evictable_pages"]
         assert state["num_used_tokens"] == state["num_sampling_rows"] == 0
         assert state["num_running_reqs"] == state["num_queue_reqs"] == 0
 
@@ -177,6 +181,7 @@ def to_message(request_id: str, job: Job) -> GenerateRequest:
         speculation=job.speculation,
         max_verify_len=job.max_verify_len,
         return_token_origin=job.token_origin,
+        **job.message,
     )
 
 
@@ -188,6 +193,7 @@ def near_tie_gap(harness: Harness, tokens: Sequence[int]) -> float:
     n, page_size = len(tokens), runner.request_rows.page_size
     pages = torch.arange(1, n // page_size + 2)
     assert len(pages) <= harness.scheduler.limits.num_pages
+    assert harness.scheduler.flush_cache()  # what is written here belongs to nobody
     positions = torch.arange(n)
     queries = RaggedQueries(
         positions=positions,

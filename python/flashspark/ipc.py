@@ -57,6 +57,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     speculation: SpeculationMode = "adaptive"
     max_verify_len: int | None = None  # rows per step, anchor included: 1 … W; None: W
     return_token_origin: bool = False
+    cache_namespace: tuple[str, ...] = ()  # the prefix cache is shared by requests of the same one only
+    max_cached_tokens: int | None = None  # of the prompt from the prefix cache; None: all but its last token
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +84,12 @@ class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
 
 class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for one `MetricsReply` with the same `query_id`."""
+
+    query_id: int
+
+
+class FlushCacheRequest(msgspec.Struct, frozen=True, tag=True):
+    """Empties the prefix cache of an idle engine; answered by one `FlushCacheReply` with the same `query_id`."""
 
     query_id: int
 
@@ -197,10 +205,17 @@ class SetStateReply(msgspec.Struct, frozen=True, tag=True):
     refusal: str | None = None
 
 
-ToScheduler = GenerateRequest | AbortRequest | StateRequest | MetricsRequest | SetStateRequest | Shutdown
-FromScheduler = (
-    RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | StateReply | MetricsReply | SetStateReply
-)
+class FlushCacheReply(msgspec.Struct, frozen=True, tag=True):
+    """Whether the prefix cache was emptied; it is not while requests run or wait."""
+
+    query_id: int
+    flushed: bool
+
+
+Query = StateRequest | MetricsRequest | SetStateRequest | FlushCacheRequest
+Reply = StateReply | MetricsReply | SetStateReply | FlushCacheReply
+ToScheduler = GenerateRequest | AbortRequest | Query | Shutdown
+FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | Reply
 
 
 class SchedulerChannel:

@@ -137,7 +137,7 @@ class Server:
         return state
 
     def wait_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Waits until nobody runs or queues, then asserts that every row and page is back in its pool."""
+        """Waits until nobody runs or queues, then asserts that nobody holds a row or a page."""
 
         def idle() -> dict[str, Any] | None:
             info = self.http.get("/server_info").json()
@@ -148,7 +148,8 @@ class Server:
         state = poll("an idle engine", idle, timeout_s)
         assert state is not None
         assert state["num_free_rows"] == state["max_running_requests"]
-        assert state["num_free_pages"] == state["num_pages"]
+        assert state["num_free_pages"] + state["num_evictable_pages"] == state["num_pages"]
+        assert state["num_cached_pages"] == state["num_evictable_pages"]
         assert state["num_sampling_rows"] == 0
         assert state["num_used_tokens"] == 0
         return state

@@ -57,6 +57,8 @@ GOOD: dict[str, object] = {
     "repetition_penalty": 1.5,
     "stream_interval": 2,
     "best_of": 1,
+    "extra_key": "k",
+    "cache_salt": ["s"],
     "user": "u",
     "safety_identifier": "u",
     "metadata": {"a": 1},

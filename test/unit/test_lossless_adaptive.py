@@ -36,8 +36,8 @@ def drafts(folders, plain, tmp_path_factory):  # noqa: F811
 
 
 def make(folders, draft, mode, table=None, **settings) -> Harness:  # noqa: F811
-    """48 rows and a pool that 32 requests outgrow; an estimator that is ready from the start."""
-    harness = Harness(folders["target"], draft, max_total_tokens=1296)
+    """48 rows and a pool that 32 requests outgrow, unless they share; an estimator that is ready from the start."""
+    harness = Harness(folders["target"], draft, max_total_tokens=1296, disable_radix_cache=True)
     adaptive = harness.make_adaptive(mode, table, grid(48), min_gain=0.0, draft_free=None, **settings)
     adaptive.source.num_refits = 100
     return harness

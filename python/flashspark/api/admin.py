@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from typing import Any
@@ -16,7 +17,7 @@ import flashspark
 from flashspark.ipc import SamplingParams
 
 from .context import ServerContext
-from .engine_client import EngineDead
+from .engine_client import EngineClient, EngineDead
 from .errors import RequestError, unavailable
 from .generation import Generation, Prompt
 from .protocol import AbortBody, SetInternalStateBody
@@ -27,6 +28,7 @@ logger = logging.getLogger("flashspark.api")
 
 # Flags that /set_internal_state changes: /server_info tells what holds now.
 _LIVE_SETTINGS = frozenset({"ragged_verify_mode", "speculative_num_draft_tokens"})
+_FLUSH_RETRY_S = 0.05
 _SECRET_ARGS = frozenset({"api_key", "admin_api_key"})
 
 
@@ -204,11 +206,31 @@ async def abort_request(request: Request, context: ServerContext) -> Response:
 
 
 async def flush_cache(request: Request, context: ServerContext) -> Response:
-    """There is no prefix cache yet, so an idle server has nothing to flush."""
-    if context.engine.num_in_flight:
-        busy = "Cannot flush while requests are running.\n"
+    """Empties the prefix cache of an idle server; `?timeout=s` waits so long for it to become idle."""
+    given = request.query_params.get("timeout", "0")
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s < math.inf:
+        raise RequestError(f"timeout: must be seconds, not {given[:80]!r}", param="timeout")
+    try:
+        flushed = await unless_disconnected(request.receive, _flush(context.engine, timeout_s))
+    except EngineDead as error:
+        raise unavailable(f"the engine is down: {error}", retry_after_s=5) from None
+    except (TimeoutError, asyncio.TimeoutError):
+        raise unavailable("the step loop does not answer; try again", retry_after_s=5) from None
+    if not flushed:
+        busy = "Not flushed: requests are running or waiting.\n"
         return Response(busy, status_code=400, media_type="text/plain")
-    return Response("Nothing cached.\n", media_type="text/plain")
+    return Response("Cache flushed.\n", media_type="text/plain")
+
+
+async def _flush(engine: EngineClient, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not (flushed := await engine.flush_cache()) and time.monotonic() < deadline:
+        await asyncio.sleep(_FLUSH_RETRY_S)
+    return flushed
 
 
 async def set_internal_state(request: Request, context: ServerContext) -> Response:

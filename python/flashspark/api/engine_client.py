@@ -12,10 +12,13 @@ from typing import Any
 from flashspark.ipc import (
     AbortRequest,
     ApiChannel,
+    FlushCacheReply,
+    FlushCacheRequest,
     GenerateRequest,
     Heartbeat,
     MetricsReply,
     MetricsRequest,
+    Query,
     RequestOutput,
     SchedulerFailed,
     SchedulerMetrics,
@@ -183,7 +186,12 @@ class EngineClient:
         """Changes live settings between two steps, all or none; the reply says why where it is none."""
         return await self._ask(SetStateRequest(next(self._query_ids), values), timeout_s)
 
-    async def _ask(self, query: StateRequest | MetricsRequest | SetStateRequest, timeout_s: float) -> Any:
+    async def flush_cache(self, timeout_s: float = 5.0) -> bool:
+        """Empties the prefix cache; False, and nothing, where the scheduler is busy."""
+        reply: FlushCacheReply = await self._ask(FlushCacheRequest(next(self._query_ids)), timeout_s)
+        return reply.flushed
+
+    async def _ask(self, query: Query, timeout_s: float) -> Any:
         if self.failure is not None:
             raise EngineDead(self.failure)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -233,7 +241,7 @@ class EngineClient:
                 case Heartbeat():
                     self._last_progress_s = time.monotonic()
                     self.heartbeat = message
-                case StateReply() | MetricsReply() | SetStateReply():
+                case StateReply() | MetricsReply() | SetStateReply() | FlushCacheReply():
                     future = self._queries.get(message.query_id)
                     if future is not None and not future.done():
                         future.set_result(message)

@@ -35,6 +35,7 @@ class Prompt:
     stream_interval: int = 1
     text: str | None = None  # as it came, for `echo`
     return_token_origin: bool = False
+    cache_namespace: tuple[str, ...] = ()
 
 
 class Choice:
@@ -177,6 +178,7 @@ class Generation:
                     speculation=self.speculation,
                     max_verify_len=self.max_verify_len,
                     return_token_origin=choice.prompt.return_token_origin,
+                    cache_namespace=choice.prompt.cache_namespace,
                 )
             )
         try:

@@ -15,6 +15,7 @@ from .errors import RequestError, native_stream_error
 from .generation import Choice, Generation, Prompt, meta_info
 from .protocol import GenerateBody, NativeSampling
 from .sampling import (
+    cache_namespaces,
     check_num_answers,
     check_prompt_ids,
     encode_prompt,
@@ -88,6 +89,7 @@ async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Pro
     samplings = _samplings(body, context, len(inputs))
     check_num_answers(len(inputs), samplings[0].n)
     ids = request_ids(body.rid, len(inputs), uuid.uuid4().hex)
+    namespaces = cache_namespaces(body, len(inputs))
     prompts = []
     for i, (item, sampling) in enumerate(zip(inputs, samplings, strict=True)):
         item_name = f"{name}[{i}]" if is_batch else name
@@ -110,6 +112,7 @@ async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Pro
                 stream_interval=sampling.stream_interval or context.args.stream_interval,
                 text=item if isinstance(item, str) else None,
                 return_token_origin=body.return_token_origin,
+                cache_namespace=namespaces[i],
             )
         )
     return prompts, is_batch or prompts[0].n > 1

@@ -14,6 +14,7 @@ from .errors import RequestError
 from .generation import Prompt
 from .protocol import ChatBody, ChatMessage, CompletionBody
 from .sampling import (
+    cache_namespaces,
     check_num_answers,
     check_prompt_ids,
     encode_prompt,
@@ -36,6 +37,7 @@ async def completion_prompts(body: CompletionBody, context: ServerContext, call_
     inputs = _completion_inputs(body.prompt)
     check_num_answers(len(inputs), body.n)
     ids = request_ids(body.rid, len(inputs), call_id)
+    namespaces = cache_namespaces(body, len(inputs))
     lengths = openai_lengths(body, body.max_tokens, "max_tokens")
     prompts = []
     for i, item in enumerate(inputs):
@@ -55,6 +57,7 @@ async def completion_prompts(body: CompletionBody, context: ServerContext, call_
                 no_stop_trim=body.no_stop_trim,
                 stream_interval=context.args.stream_interval,
                 text=item if isinstance(item, str) else None,
+                cache_namespace=namespaces[i],
             )
         )
     return prompts
@@ -96,6 +99,7 @@ async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> P
         no_stop_trim=body.no_stop_trim,
         stream_interval=context.args.stream_interval,
         text=text,
+        cache_namespace=cache_namespaces(body, 1)[0],
     )
 
 

@@ -43,6 +43,8 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Labels = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
 RequestIds = Annotated[list[RequestId], Field(fail_fast=True)]
+CacheKey = Annotated[str, StringConstraints(max_length=512)]
+CacheKeys = Annotated[list[CacheKey], Field(fail_fast=True)]
 
 
 def _role(value: Any) -> Any:
@@ -107,7 +109,12 @@ class NativeSampling(SamplingFields):
 
 
 class EngineFields(RequestModel):
-    """What every generating route takes at its neutral value only: routing, tenancy and what no engine here does."""
+    """What every generating route takes: tenancy; at its neutral value only, routing and what no engine here does."""
+
+    extra_key: CacheKey | CacheKeys | None = Field(
+        None, description="K/V is reused among requests of the same key only; one, or one per prompt"
+    )
+    cache_salt: CacheKey | CacheKeys | None = Field(None, description="as `extra_key`, beside it")
 
     return_hidden_states: Any = neutral(False, remedy="hidden states are not returned")
     return_routed_experts: Any = neutral(False, remedy="hidden states are not returned")
@@ -116,8 +123,6 @@ class EngineFields(RequestModel):
     custom_logit_processor: Any = neutral(None, "", remedy="custom code is never executed")
     priority: Any = neutral(None, 0)
     routing_key: Any = neutral(None)
-    extra_key: Any = neutral(None)
-    cache_salt: Any = neutral(None, "")
     custom_labels: Any = neutral(None, {})
     data_parallel_rank: Any = neutral(None, 0)
     routed_dp_rank: Any = neutral(None, 0)

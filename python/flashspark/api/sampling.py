@@ -13,7 +13,7 @@ from flashspark.text import TextTokenizer
 
 from .errors import RequestError
 from .fields import MAX_ANSWERS_PER_CALL
-from .protocol import NativeSampling, OpenAIFields, SamplingFields, SpeculationOptions
+from .protocol import EngineFields, NativeSampling, OpenAIFields, SamplingFields, SpeculationOptions
 
 # Longer texts are tokenised in a thread: the event loop serves everyone else meanwhile.
 _INLINE_CHARS = 4096
@@ -296,3 +296,14 @@ def request_ids(rid: str | Sequence[str] | None, num_prompts: int, fallback: str
     if len(set(rid)) != len(rid):
         raise RequestError("rid: has duplicates", param="rid")
     return list(rid)
+
+
+def cache_namespaces(body: EngineFields, num_prompts: int) -> list[tuple[str, ...]]:
+    """Per prompt, whose K/V it may reuse and lend its own to."""
+    keys = []
+    for name in ("extra_key", "cache_salt"):
+        value: str | list[str] = getattr(body, name) or ""
+        if isinstance(value, list) and len(value) != num_prompts:
+            raise RequestError(f"{name}: {len(value)} keys for {num_prompts} prompts", param=name)
+        keys.append(value if isinstance(value, list) else [value] * num_prompts)
+    return list(zip(*keys, strict=True))

@@ -149,7 +149,7 @@ class ServerArgs:
         maximum=0.99,
         hint="has no effect yet: --max-total-tokens sets the KV capacity",
     )
-    disable_radix_cache: bool = flag(False, "no prefix cache (there is none yet)")
+    disable_radix_cache: bool = flag(False, "no prefix cache: every prompt is computed")
     disable_overlap_schedule: bool = flag(False, "synchronous step loop (the only one yet)")
     enable_deterministic_inference: bool = flag(
         False, "per-request seeds (always honoured); step times correct no cost table"

@@ -61,6 +61,7 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
         page_size=args.page_size,
         chunked_prefill_size=_prefill_budget(args),
         decode_log_interval=args.decode_log_interval,
+        prefix_cache=not args.disable_radix_cache,
     )
     vocab_size = runner.target.config.vocab_size
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.

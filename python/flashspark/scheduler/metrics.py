@@ -28,19 +28,25 @@ def scheduler_metrics(
         state: `Scheduler.state()`.
         means: of the latest steps.
     """
+    page_size = int(max_total_num_tokens // state["num_pages"])
     names = ("num_running_reqs", "num_queue_reqs", "num_retracted_reqs", "num_used_tokens", "num_pages")
     values: dict[str, float] = {name: state[name] for name in names} | {
         "max_total_num_tokens": max_total_num_tokens,
         "kv_used_tokens": state["num_used_tokens"],
-        "kv_available_tokens": max_total_num_tokens - state["num_used_tokens"],
-        "page_size": max_total_num_tokens // state["num_pages"],
+        "kv_available_tokens": state["num_free_pages"] * page_size,
+        "kv_evictable_tokens": state["num_evictable_pages"] * page_size,
+        "page_size": page_size,
         "context_len": context_length,
         "token_usage": state["num_used_tokens"] / max_total_num_tokens,
+        "cache_hit_rate": state["cache_hit_rate"],
         "gen_throughput": means.gen_throughput if state["num_running_reqs"] else 0.0,
         "num_retractions_total": state["num_retractions"],
         "num_aborted_requests_total": state["aborted"],
     }
     samples = [MetricSample(name, value) for name, value in values.items()]
+    samples.append(
+        MetricSample("cached_tokens_total", state["num_cached_tokens"], {"cache_source": "device"})
+    )
     if gamma:
         samples += _of_speculation(state, means, gamma)
     if adaptive is not None:

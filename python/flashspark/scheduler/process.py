@@ -21,6 +21,8 @@ from flashspark import envs
 from flashspark.args import ServerArgs, configure_logging
 from flashspark.ipc import (
     AbortRequest,
+    FlushCacheReply,
+    FlushCacheRequest,
     GenerateRequest,
     Heartbeat,
     MetricsReply,
@@ -79,6 +81,10 @@ class SchedulerService:
                 refusal = self._scheduler.set_internal_state(message.values)
                 logger.info("live settings %r: %s", message.values, refusal or "changed")
                 self._channel.send(SetStateReply(message.query_id, refusal))
+            case FlushCacheRequest():
+                flushed = self._scheduler.flush_cache()
+                logger.info("prefix cache: %s", "flushed" if flushed else "not flushed, requests are running")
+                self._channel.send(FlushCacheReply(message.query_id, flushed))
             case Shutdown():
                 self._stopping = True
 

@@ -12,6 +12,7 @@ from flashspark.text.detokenizer import IncrementalDetokenizer
 from flashspark.text.stop import StopMatcher
 from flashspark.text.tokenizer import TextTokenizer
 
+from .prefix_cache import CachedPage
 from .token_origins import TokenOrigins
 
 
@@ -70,6 +71,11 @@ class Request:
     queue_seconds: float | None = None  # until it first got a row
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    cached_pages: list[CachedPage] = field(
+        default_factory=list
+    )  # its leading pages that are the prefix cache's
+    num_pages_found: int = 0  # as many of them were there when it got its row
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     context_len: int = 0
     num_verify_steps: int = 0  # also the index that keys the random draws; survives retraction
     num_drafted: int = 0
@@ -104,6 +110,12 @@ class Request:
     def num_remaining(self) -> int:
         """Output tokens it may still produce."""
         return self.message.sampling.max_new_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens whose K/V may come from the prefix cache. Never the anchor's, whose K/V a step writes."""
+        longest, asked = len(self.tokens) - 1, self.message.max_cached_tokens
+        return longest if asked is None else min(longest, asked)
 
     @property
     def is_decodable(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from flashspark.speculative.worker import SpeculativeWorker
 
 from .kv_pages import PageAllocator, num_pages_for
+from .prefix_cache import CachedPage, PrefixCache
 from .request import Request
 
 
@@ -20,15 +21,21 @@ class Residency:
     request ends.
     """
 
-    def __init__(self, worker: SpeculativeWorker, max_running_requests: int, num_pages: int) -> None:
+    def __init__(
+        self, worker: SpeculativeWorker, max_running_requests: int, num_pages: int, prefix_cache: bool = True
+    ) -> None:
         self._worker, self._request_rows = worker, worker.runner.request_rows
         self._page_size = self._request_rows.page_size
         self._free_rows = list(range(max_running_requests - 1, -1, -1))
         self.max_running_requests = max_running_requests
-        self.allocator = PageAllocator(num_pages)
+        self.cache = PrefixCache(self._page_size, prefix_cache)
+        self.allocator = PageAllocator(num_pages, self.cache)
         self.queue: list[Request] = []
         self.residents: list[Request] = []  # by arrival
         self.num_retractions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = (
+            0  # of the prompts that were admitted; found in the cache
+        )
 
     @property
     def num_free_rows(self) -> int:
@@ -37,8 +44,8 @@ class Residency:
 
     @property
     def num_used_tokens(self) -> int:
-        """KV positions in pages that are out."""
-        return (self.allocator.num_pages - self.allocator.num_free) * self._page_size
+        """KV positions in pages that requests hold."""
+        return (self.allocator.num_pages - self.allocator.num_available) * self._page_size
 
     def enqueue(self, request: Request) -> None:
         """Puts a new or retracted request at its place in the queue."""
@@ -47,19 +54,26 @@ class Residency:
     def admit(self) -> None:
         """Moves requests from the queue into rows while both rows and pages allow, oldest first.
 
-        Beyond what the request needs at once, a page for every resident stays free, or the next steps would
+        Beyond what the request needs at once, a page for every resident stays available, or the next steps would
         retract it again.
         """
         while self.queue and self._free_rows:
             request = self.queue[0]
-            wanted = num_pages_for(self._tokens_after_a_step(request), self._page_size)
-            if self.allocator.num_free < wanted + len(self.residents):
+            path = self.cache.match(
+                request.message.cache_namespace, request.tokens, request.max_cached_tokens
+            )
+            wanted = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(path)
+            available = self.allocator.num_available - sum(node.num_users == 0 for node in path)
+            if available < wanted + len(self.residents):
                 return
             self.queue.pop(0)
-            at_most = num_pages_for(len(request.tokens) - 1 + request.num_remaining, self._page_size)
-            pages = self.allocator.allocate(wanted, at_most)
+            self.cache.hold(path)
+            at_most = num_pages_for(len(request.tokens) - 1 + request.num_remaining, self._page_size) - len(
+                path
+            )
+            pages = self.allocator.allocate(wanted, at_most, path[-1].page if path else 0)
             assert pages is not None
-            self._enter(request, pages)
+            self._enter(request, path, pages)
 
     def grow(self, requests: Iterable[Request]) -> list[Request]:
         """Makes room for one verify step of each, retracting the youngest residents when pages run out.
@@ -75,25 +89,53 @@ class Residency:
                 ready.append(request)
         return [request for request in ready if request.row >= 0]
 
-    def release(self, request: Request) -> None:
-        """Gives up row and pages of a resident."""
+    def release(self, request: Request, publish: bool = True) -> None:
+        """Gives up row and pages of a resident. What it has computed stays in the prefix cache, if `publish`."""
         self.residents.remove(request)
         self._worker.release(request.row)
-        self.allocator.free(request.pages)
+        if publish:
+            self.publish(request, ends=True)
+        cached = {node.page for node in request.cached_pages}
+        self.allocator.free([page for page in request.pages if page not in cached])
+        self.allocator.end_claim(request.pages[request.num_pages_found])
+        self.cache.let_go(request.cached_pages)
         self._free_rows.append(request.row)
-        request.row, request.pages = -1, []
+        request.row, request.pages, request.cached_pages = -1, [], []
+
+    def publish(self, request: Request, ends: bool = False) -> None:
+        """Offers the full pages of a resident's committed tokens to the prefix cache. `ends`: it is about to leave."""
+        # Committed tokens behind a stop are nobody's.
+        num_tokens = min(request.context_len, len(request.tokens))
+        self.cache.publish(
+            request.cached_pages,
+            request.message.cache_namespace,
+            request.tokens,
+            num_tokens,
+            request.pages,
+            past_twins=ends,
+        )
+
+    def flush(self) -> None:
+        """Empties the prefix cache of what nobody holds."""
+        self.allocator.free(self.cache.evict(self.cache.num_evictable))
 
     def _tokens_after_a_step(self, request: Request) -> int:
         return len(request.tokens) - 1 + request.verify_cap
 
-    def _enter(self, request: Request, pages: list[int]) -> None:
-        request.row, request.pages, request.context_len = self._free_rows.pop(), pages, 0
+    def _enter(self, request: Request, path: list[CachedPage], own_pages: list[int]) -> None:
+        pages = [*(node.page for node in path), *own_pages]
+        request.row, request.pages, request.cached_pages = self._free_rows.pop(), pages, path
+        request.num_pages_found, request.context_len = len(path), len(path) * self._page_size
+        if request.num_retractions == 0:
+            request.num_cached_tokens = request.context_len
+            self.num_prompt_tokens += request.prompt_len
+            self.num_cached_tokens += request.context_len
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.arrived_s
         bisect.insort(self.residents, request, key=lambda resident: resident.arrival)
         self._request_rows.set_pages(request.row, pages)
         # The anchor is the last known token, whether the prompt's or, after a retraction, the output's.
-        self._request_rows.set_context(request.row, 0, request.tokens[-1])
+        self._request_rows.set_context(request.row, request.context_len, request.tokens[-1])
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
         self._worker.assign(
             request.row, request.row_sampling, prompt, output, request.num_verify_steps, request.gamma > 0
@@ -104,7 +146,8 @@ class Residency:
         missing = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(request.pages)
         if missing <= 0:
             return True
-        while (pages := self.allocator.extend(request.pages, missing)) is None:
+        own_pages = request.pages[request.num_pages_found :]
+        while (pages := self.allocator.extend(own_pages, missing)) is None:
             youngest = self.residents[-1]
             self._retract(youngest)
             if youngest is request:
@@ -114,7 +157,7 @@ class Residency:
         return True
 
     def _retract(self, request: Request) -> None:
-        """Drops K/V, keeps everything that decides the rest of the output."""
+        """Leaves K/V to the prefix cache, keeps everything that decides the rest of the output."""
         self.release(request)
         request.num_retractions += 1
         self.num_retractions += 1

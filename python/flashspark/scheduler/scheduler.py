@@ -49,6 +49,7 @@ class SchedulerLimits:
     page_size: int
     chunked_prefill_size: int  # prefill tokens per loop turn; at least 1
     decode_log_interval: int = 40  # decode steps per log line; 0: none
+    prefix_cache: bool = True
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -70,12 +71,13 @@ class Scheduler:
     ) -> None:
         self.limits, self._worker, self._send = limits, worker, send
         self._eos_token_ids, self._tokenizer = frozenset(eos_token_ids), tokenizer
-        self.residency = Residency(worker, limits.max_running_requests, limits.num_pages)
+        self.residency = Residency(worker, limits.max_running_requests, limits.num_pages, limits.prefix_cache)
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self._random_seed = random_seed
         self.records: deque[StepRecord] = deque(maxlen=max(1000, limits.decode_log_interval))
         self._settings = LiveSettings(worker)
+        self._flushed = (0, 0)  # output tokens and verify steps at the last flush
         self._feed: RecordFeed | None = None
         self.num_steps = 0
         self._step_totals = StepTotals()
@@ -163,6 +165,14 @@ class Scheduler:
             self.records.clear()  # means over recent steps are of one mode and one width
         return refusal
 
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache and starts the mean acceptance length afresh; False, and nothing, while busy."""
+        if self.has_work:
+            return False
+        self.residency.flush()
+        self._flushed = (self.totals["output_tokens"], self.totals["verify_steps"])
+        return True
+
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
         self._worker.accepts_drafts = False
@@ -182,18 +192,26 @@ class Scheduler:
         return list(adaptive.planner.grid.buckets)
 
     def state(self) -> dict[str, int | float]:
-        """Counters for /server_info; the free counts equal the totals once nothing is left to do."""
+        """Counters for /server_info. Once nothing is left to do, all rows are free, all pages free or evictable."""
         residency = self.residency
-        steps = self.totals["verify_steps"]
+        num_cached_tokens, num_prompt_tokens = residency.num_cached_tokens, residency.num_prompt_tokens
+        num_tokens, num_steps = (
+            self.totals[name] - before
+            for name, before in zip(("output_tokens", "verify_steps"), self._flushed, strict=True)
+        )
         means: dict[str, int | float] = {}
-        if steps and self._worker.gamma:  # else absent: clients take its presence for speculation
-            means["avg_spec_accept_length"] = self.totals["output_tokens"] / steps
+        if num_steps and self._worker.gamma:  # else absent: clients take its presence for speculation
+            means["avg_spec_accept_length"] = num_tokens / num_steps
         return {
             "num_running_reqs": len(residency.residents),
             "num_queue_reqs": len(residency.queue),
             "num_free_rows": residency.num_free_rows,
             "max_running_requests": residency.max_running_requests,
             "num_free_pages": residency.allocator.num_free,
+            "num_cached_pages": residency.cache.num_pages,
+            "num_evictable_pages": residency.cache.num_evictable,
+            "num_cached_tokens": num_cached_tokens,
+            "cache_hit_rate": num_cached_tokens / num_prompt_tokens if num_prompt_tokens else 0.0,
             "num_pages": residency.allocator.num_pages,
             "num_sampling_rows": self._worker.sampling.num_assigned,
             "num_used_tokens": residency.num_used_tokens,
@@ -286,6 +304,7 @@ class Scheduler:
         for request, chunk in zip(chunked, chunks, strict=True):
             request.context_len += len(chunk.token_ids)
             self._worker.runner.request_rows.set_context(request.row, request.context_len, request.tokens[-1])
+            self.residency.publish(request)
         return self.limits.chunked_prefill_size - budget
 
     def _decode(self, running: list[Request]) -> StepRecord:
@@ -368,7 +387,7 @@ class Scheduler:
         """Frees what the request holds, then says so: a client that hears it may count on the capacity."""
         del self._requests[request.request_id]
         if request.row >= 0:
-            self.residency.release(request)
+            self.residency.release(request, publish=finish is not _NOT_FINITE)
         else:
             self.residency.queue.remove(request)
         self._send(self._output(request, token_ids, finish))
@@ -384,6 +403,7 @@ class Scheduler:
             num_retractions=request.num_retractions,
             queue_seconds=request.queue_seconds,
             token_origins=request.origins.take() if request.origins is not None else [],
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _log(self) -> None:
