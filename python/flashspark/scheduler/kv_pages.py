@@ -98,7 +98,10 @@ class PageAllocator:
     def _make_run(self, room: int) -> slice | None:
         """`_find_run`, after evicting what may be missing of it."""
         run = self._find_run(room)
-        for enough in (room, 2 * room):  # what is evicted lies in the runs of old requests, and one may be cut
+        for enough in (
+            room,
+            2 * room,
+        ):  # what is evicted lies in the runs of old requests, and one may be cut
             if run is not None and run.stop - run.start >= room:
                 break
             num_unclaimed = int(np.count_nonzero(self._is_free & ~self._is_claimed))

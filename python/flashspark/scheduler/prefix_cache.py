@@ -28,7 +28,7 @@ class PrefixCache:
     """
 
     def __init__(self, page_size: int, enabled: bool = True) -> None:
-        self._page_size, self._enabled = page_size, enabled
+        self._page_size, self.enabled = page_size, enabled
         self._root = CachedPage(0, None, ())
         self._unused: OrderedDict[CachedPage, None] = OrderedDict()  # least recently used first
         self.num_pages = 0
@@ -79,7 +79,7 @@ class PrefixCache:
         caller's. The path ends before the first twin, so that it leads `pages`; for a caller that is about to let go
         it goes on `past_twins`.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
         node = path[-1] if path else self._root
         for i in range(len(path), num_tokens // self._page_size):

@@ -55,7 +55,7 @@ class Residency:
         """Moves requests from the queue into rows while both rows and pages allow, oldest first.
 
         Beyond what the request needs at once, a page for every resident stays available, or the next steps would
-        retract it again.
+        retract it again. Who comes with a prompt that another is computing at the moment waits to find it in the cache.
         """
         while self.queue and self._free_rows:
             request = self.queue[0]
@@ -64,7 +64,7 @@ class Residency:
             )
             wanted = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(path)
             available = self.allocator.num_available - sum(node.num_users == 0 for node in path)
-            if available < wanted + len(self.residents):
+            if available < wanted + len(self.residents) or self._is_being_computed(request, len(path)):
                 return
             self.queue.pop(0)
             self.cache.hold(path)
@@ -121,6 +121,17 @@ class Residency:
 
     def _tokens_after_a_step(self, request: Request) -> int:
         return len(request.tokens) - 1 + request.verify_cap
+
+    def _is_being_computed(self, request: Request, num_pages_found: int) -> bool:
+        """Whether a resident's prefill will publish the page that comes after those that were found."""
+        end = (num_pages_found + 1) * self._page_size
+        return self.cache.enabled and any(
+            resident.context_len < end < len(resident.tokens)
+            and resident.tokens[:end] == request.tokens[:end]
+            and resident.message.cache_namespace == request.message.cache_namespace
+            for resident in self.residents
+            if end <= request.max_cached_tokens
+        )
 
     def _enter(self, request: Request, path: list[CachedPage], own_pages: list[int]) -> None:
         pages = [*(node.page for node in path), *own_pages]
