@@ -298,7 +298,9 @@ def test_of_a_scheduler(folders, mode):  # noqa: F811
     limits, state = harness.scheduler.limits, harness.scheduler.state()
     assert value(samples, "kv_used_tokens") == value(samples, "num_used_tokens") == state["num_used_tokens"]
     free = limits.max_total_num_tokens - state["num_used_tokens"]
-    assert value(samples, "kv_available_tokens") == free
+    evictable = value(samples, "kv_evictable_tokens")
+    assert value(samples, "kv_available_tokens") + evictable == free
+    assert evictable == state["num_cached_pages"] * limits.page_size > 0
     assert value(samples, "page_size") * value(samples, "num_pages") == limits.max_total_num_tokens
     assert value(samples, "context_len") == limits.context_length
     check_charts(harness.scheduler.charts(), records, mode)

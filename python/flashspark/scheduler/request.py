@@ -73,7 +73,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     cached_pages: list[CachedPage] = field(
         default_factory=list
-    )  # its leading pages that are the prefix cache's
+    )  # those that lead `pages` and are the cache's
     num_pages_found: int = 0  # as many of them were there when it got its row
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     context_len: int = 0
