@@ -10,6 +10,7 @@ import pytest
 from flashspark.attention.torch_native import TorchNativeBackend
 from flashspark.demo import DEMO_MODELS
 from flashspark.scheduler import adaptive_build
+from flashspark.speculative import startup_table
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.confidence import HeadConfidence
 from flashspark.speculative.cost_table import SpsAdditiveCostTable, SpsCostTable
@@ -211,7 +212,11 @@ def test_cap_accept_without_costs_cuts_hopeless_drafts(folders, caplog):
 
 
 def test_measured_once_and_then_read(folders, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(adaptive_build, "WORST_ERROR_TO_KEEP", float("inf"))  # however busy the machine is
+    # However busy the machine is.
+    monkeypatch.setattr(adaptive_build, "WORST_ERROR_TO_KEEP", float("inf"))
+    monkeypatch.setattr(
+        adaptive_build, "measure_tables", lambda *args: startup_table.measure_tables(*args, 600.0)
+    )
     first = build(folders, "dflash2", speculative_cost_table="measured")
     assert first.ready.info["speculative_cost_table_source"] == "measured at start-up"
     assert "step costs: measured in" in caplog.text

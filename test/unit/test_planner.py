@@ -23,6 +23,7 @@ from flashspark.speculative.cost_table import (
     SpsCostTable,
     price_budgets,
 )
+from flashspark.speculative.looks import LookCadence, LookRule
 from flashspark.speculative.objective import best_budget, candidates, survivals
 from flashspark.speculative.plan_stages import DraftFreeRule
 from flashspark.speculative.planner import STAGES, PlanInput, PlannerSettings
@@ -391,7 +392,7 @@ def test_correction_moves_the_plan_and_keeps_the_table_price():
 
 def test_a_batch_too_small_to_trim_is_looked_at_now_and_then():
     grid = TierGrid(TierRule(4, 3, finest_tokens=4))
-    planner = planner_of(grid=grid, idle_look_every=4)
+    planner = planner_of(grid=grid, look_rule=LookRule(idle_every=4))
     assert [planner.looks(1, 4) for _ in range(9)] == [False, False, False, True] * 2 + [False]
     assert all(planner.looks(3, 12) for _ in range(3))  # several tiers
     assert [planner.looks(1, 4) for _ in range(4)] == [False, False, False, True]
@@ -411,12 +412,48 @@ def test_where_all_was_kept_the_next_steps_are_not_looked_at():
                 planner.plan(plan_input(confidence, **inputs))
         return seen
 
-    planner = planner_of(table=flat, kept_look_every=3)
+    rule = LookRule(kept_every=3, poor_every=1)
+    planner = planner_of(table=flat, look_rule=rule)
     assert looks(planner, sure, 7) == [True, False, False, True, False, False, True]
     assert "all was kept lately" in stage(planner.full_plan([4, 4, 4]), "confidence").reason
     assert planner.looks(2, 8)  # another batch
-    assert all(looks(planner_of(table=flat, kept_look_every=3), sure, 5, stale=[0]))  # somebody is new
-    assert all(looks(planner_of(kept_look_every=3), np.full((3, 3), 0.1, dtype=np.float32), 5))  # trims
+    assert all(looks(planner_of(table=flat, look_rule=rule), sure, 5, stale=[0]))  # somebody is new
+    assert all(looks(planner_of(look_rule=rule), np.full((3, 3), 0.1, dtype=np.float32), 5))  # trims
+
+
+@settings(max_examples=100, deadline=None)
+@given(gains=st.lists(st.floats(0, 0.5), min_size=1, max_size=80), num_reqs=st.integers(2, 6))
+def test_batches_whose_looks_gain_little_are_looked_at_less(gains, num_reqs):
+    """The mean is kept per request bucket, and starts where an unknown batch is worth a look."""
+    rule = LookRule(poor_every=5, kept_every=1)
+    cadence, mean = LookCadence(rule), 0.1
+    for gain in gains:
+        taken = 0
+        while not cadence.is_due(num_reqs, 4, one_tier=False, always=False):
+            taken += 1
+        assert taken == (4 if mean < rule.poor_gain else 0)
+        assert cadence.why_not == ("looks gained little lately" if mean < rule.poor_gain else "")
+        cadence.found(num_reqs, 4, gain, kept_all=False)
+        mean += (gain - mean) / 16
+    assert cadence.is_due(num_reqs, 4, one_tier=False, always=True)
+    assert cadence.is_due(num_reqs, 8, one_tier=False, always=False)  # another bucket
+
+
+def test_a_planner_tells_its_cadence_what_a_look_promised():
+    """Two requests of which everything is accepted: nothing to gain, so after some looks most steps go without."""
+    flat = SpsCostTable((1, 12), (100.0, 99.0), 12)
+    poor = planner_of(table=flat, look_rule=LookRule(kept_every=1, poor_every=4))
+    rich = planner_of(look_rule=LookRule(kept_every=1, poor_every=4))
+    seen = {}
+    for name, planner, confidence in (("poor", poor, 0.99), ("rich", rich, 0.1)):
+        seen[name] = []
+        for _ in range(60):
+            seen[name].append(planner.looks(3, 12))
+            if seen[name][-1]:
+                planner.plan(plan_input(np.full((3, 3), confidence, dtype=np.float32)))
+    # 0.1 shrinks by 15/16 with every look: below 0.03 after 19.
+    assert seen["poor"] == [True] * 19 + [i % 4 == 3 for i in range(41)]
+    assert all(seen["rich"])
 
 
 def test_what_is_not_looked_at_is_verified_in_full_and_says_why():

@@ -12,6 +12,7 @@ from flashspark.scheduler.record_feed import FeedHeader, RecordFeed
 from flashspark.scheduler.step_record import StepRecord
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import PlainStepCosts
+from flashspark.speculative.looks import LookRule
 from flashspark.speculative.plan_stages import DraftFreeRule
 from harness import Harness, Job
 from unit.test_lossless_adaptive import LINEAR, WIDTH, grid
@@ -24,7 +25,7 @@ MODES = list(VerifyMode)
 def engine_of(folders, mode: VerifyMode, **settings) -> Harness:  # noqa: F811
     harness = Harness(folders["target"], folders["dflash2"], max_total_tokens=448)
     if mode is not VerifyMode.STATIC:
-        looks = {"idle_look_every": 1, "kept_look_every": 1}  # at every step
+        looks = {"look_rule": LookRule(idle_every=1, kept_every=1, poor_every=1)}  # at every step
         settings = looks | {"min_gain": 0.0, "draft_free": None} | settings
         adaptive = harness.make_adaptive(mode, LINEAR, grid(48), **settings)
         adaptive.source.num_refits = 100  # warm: trims from the third step on

@@ -30,7 +30,8 @@ from flashspark.speculative.cost_table import (
     load_cost_table,
 )
 from flashspark.speculative.drafter import has_confidence_head, make_confidence_source, make_scratch_source
-from flashspark.speculative.planner import IDLE_LOOK_EVERY, PlannerSettings, VerifyPlanner
+from flashspark.speculative.looks import LookRule
+from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
 from flashspark.speculative.startup_table import (
     BUDGET_SECONDS,
     CONTEXT_TOKENS,
@@ -157,8 +158,9 @@ def build_adaptive(
     settings = PlannerSettings(
         gamma=worker.gamma,
         min_drafts_every=args.speculative_min_drafts_every,
-        # A collector wants every block.
-        idle_look_every=1 if inputs.collect_stem else IDLE_LOOK_EVERY,
+        look_rule=LookRule(idle_every=1)
+        if inputs.collect_stem
+        else LookRule(),  # a collector wants every block
         trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
     rows, plain = _corrections(args, worker.width)

@@ -21,6 +21,7 @@ from .cost_table import (
     SpsCostTable,
     price_budgets,
 )
+from .looks import ONE_TIER, LookCadence, LookRule
 from .objective import Candidates, best_budget, candidates, fresh_rows, optimism, survivals
 from .plan_stages import (
     DraftFreeRule,
@@ -52,11 +53,7 @@ STAGES = (
     "draft-free",
 )
 
-# A batch whose budgets all run on one tier is planned, and learned from, on every so many of its steps.
-IDLE_LOOK_EVERY = 8
-KEPT_LOOK_EVERY = 4  # likewise where everything was kept at the last look
 MAX_SHARED_PLANS = 256
-_ONE_TIER = "one tier for all budgets"
 _NO_DRAFTS = "nobody can use a draft"
 
 
@@ -70,8 +67,7 @@ class PlannerSettings:
     survival_eps: float = 1e-6
     min_gain: float = 0.02
     min_drafts_every: int = 0  # steps; 0: off
-    idle_look_every: int = IDLE_LOOK_EVERY
-    kept_look_every: int = KEPT_LOOK_EVERY
+    look_rule: LookRule = field(default_factory=LookRule)
     trim_without_table: bool = False  # cap-accept: a flat table instead of none
     lookup_rule: LookupRule = LookupRule.PAD_UP
     draft_free: DraftFreeRule | None = field(default_factory=DraftFreeRule)  # None: always draft
@@ -85,9 +81,6 @@ class PlannerSettings:
                 f"0 <= min_verify_len <= max_verify_len <= {self.gamma + 1}, "
                 f"got {self.min_verify_len} and {self.max_verify_len}"
             )
-        for name in ("idle_look_every", "kept_look_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("survival_eps", "min_gain", "min_drafts_every"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -208,9 +201,7 @@ class VerifyPlanner:
         self.table = table
         self.pinned_fraction: float | None = None
         self._draft_free = DraftFreeState()
-        self._num_unlooked = 0  # steps since the last look
-        self._why_unlooked = ""
-        self._kept_all_of = 0  # requests of the last look, if it kept everything and knew everybody
+        self._cadence = LookCadence(settings.look_rule)
         self._shared_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
 
     def pin(self, fraction: float | None) -> None:
@@ -226,36 +217,19 @@ class VerifyPlanner:
         self._shared_plans.clear()
 
     def looks(self, num_reqs: int, num_rows: int) -> bool:
-        """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step.
-
-        A batch whose least and most rows run on one tier has nothing to trim (`trimming_is_idle`): what remains is to
-        learn from it, and to ask whether it should draft at all, and neither has to happen every time. Nor where
-        everything was kept at the last look, by confidence in everybody: looking costs a small step some percent.
-        """
-        every, self._why_unlooked = self._cadence(num_reqs, num_rows)
-        self._num_unlooked += 1
-        if self._num_unlooked < every:
-            return False
-        self._num_unlooked = 0
-        return True
-
-    def _cadence(self, num_reqs: int, num_rows: int) -> tuple[int, str]:
-        """Steps from one look to the next, and why not every one."""
+        """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step."""
         tiers = self.grid.tiers(num_reqs) if self.grid is not None else None
         if tiers is None or self.pinned_fraction is not None or self._draft_free.active:
-            return 1, ""
-        if tiers.round_up(num_reqs) == tiers.round_up(num_rows):
-            return self.settings.idle_look_every, _ONE_TIER
-        if self._kept_all_of == num_reqs:
-            return self.settings.kept_look_every, "all was kept lately"
-        return 1, ""
+            return self._cadence.is_due(num_reqs, num_reqs, one_tier=False, always=True)
+        one_tier = tiers.round_up(num_reqs) == tiers.round_up(num_rows)
+        return self._cadence.is_due(num_reqs, tiers.num_slots, one_tier, always=False)
 
     def full_plan(self, caps: Sequence[int]) -> Plan:
         """For a step that is not looked at: everything up to `caps`, since it costs no more than anything less.
 
         The draft-free state stays as it was. Plans are shared by the steps they fit: never written.
         """
-        return self._shared_plan(self._why_unlooked, tuple(caps))
+        return self._shared_plan(self._cadence.why_not, tuple(caps))
 
     def anchors_plan(self, num_reqs: int) -> Plan:
         """For a step in which nobody can use a draft: one row for each request. Shared, never written."""
@@ -263,7 +237,6 @@ class VerifyPlanner:
 
     def plan(self, batch: PlanInput) -> Plan:
         """Plans one decode step. Deterministic in its inputs and the planner's own past."""
-        self._kept_all_of = 0
         settings = self.settings
         num_reqs = len(batch.caps)
         caps = np.minimum(batch.caps, settings.longest)
@@ -323,14 +296,16 @@ class VerifyPlanner:
             builder.add(guard)
             budget, fill = tier_fill(budget, builder.num_free, full, builder.tiers)
             builder.add(fill)
-        builder.full_theta = priced.theta(full)
+        builder.full_theta = full_theta = priced.theta(full)
         sober = max(priced.expected_tokens(budget) - builder.optimism, float(num_reqs))
         drafted_theta = sober / float(priced.prices.seconds[budget])
         plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_keeps_block)
+        if not idle and builder.tiers is not None:
+            best = max(priced.theta(budget), builder.plain_theta or 0.0)
+            kept_all = budget == full and builder.num_fresh == num_reqs and self._draft_free.num_steps == 0
+            self._cadence.found(num_reqs, builder.tiers.num_slots, best / full_theta - 1.0, kept_all)
         if plain is not None:
             return plain
-        if budget == full and builder.num_fresh == num_reqs and self._draft_free.num_steps == 0:
-            self._kept_all_of = num_reqs
         builder.expected_tokens = priced.expected_tokens(budget)
         builder.predicted_step_seconds = float(priced.prices.seconds[budget])
         builder.table_step_seconds = float(priced.prices.table_seconds[budget])
@@ -394,7 +369,7 @@ class VerifyPlanner:
         num_free = int(floors.sum())
         builder = _Builder(floors, caps, num_free, int(caps.sum()) - num_free, self.grid, [])
         for name in STAGES:
-            is_the_rule = name == "small batch" and reason == _ONE_TIER
+            is_the_rule = name == "small batch" and reason == ONE_TIER
             builder.add(decided(name, True, reason) if is_the_rule else skipped(name, reason))
         return (
             builder.build_plain() if reason == _NO_DRAFTS else builder.build(builder.max_budget, looks=False)
