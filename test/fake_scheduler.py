@@ -61,6 +61,22 @@ METRICS = SchedulerMetrics(
     num_rows_run=20_000,
 )
 
+# What the dashboard plots. Nothing of it is counted, and the clock stands still.
+CHARTS = dict.fromkeys(
+    (
+        *("num_queue_reqs", "num_used_tokens", "num_steps", "output_tokens", "verify_tokens", "verify_steps"),
+        *("full_block_tokens", "monotonic_seconds"),
+        *("predicted_steps", "predicted_step_seconds", "measured_step_seconds"),
+    ),
+    0,
+) | {
+    "ragged_verify_mode": "static",
+    "speculative_num_draft_tokens": WIDTH,
+    "steps_by_rows": [0] * 15,
+    "plan_outcomes": {},
+    "confidence_calibration": None,
+}
+
 
 @dataclass
 class Running:
@@ -153,7 +169,8 @@ class FakeScheduler:
                         self.abort(message)
                     case StateRequest():
                         state = {"num_running_reqs": len(self.running), "num_aborted": self.num_aborted}
-                        self.channel.send(StateReply(message.query_id, state, self.info_record))
+                        record = self.info_record if message.with_records else None
+                        self.channel.send(StateReply(message.query_id, CHARTS | state, record))
                     case MetricsRequest():
                         self.channel.send(MetricsReply(message.query_id, METRICS))
                     case SetStateRequest():

@@ -17,7 +17,7 @@ from flashspark.api.metrics import SCHEDULER_METRICS, scheduler_families
 from flashspark.scheduler.step_record import DecodeMeans, StepRecord, plan_outcome
 from flashspark.scheduler.step_totals import StepTotals, fold_plan
 from flashspark.speculative.adaptive import VerifyMode
-from harness import Harness, Job
+from harness import Harness, Job, to_message
 from planning import CONFIDENCE, plan_input, planner_of
 from tiny_models import write_tokenizer
 from unit.test_lossless_adaptive import LINEAR, WIDTH, grid
@@ -241,6 +241,23 @@ def test_the_plan_hash_follows_shapes_and_their_order():
     assert fold_plan(0, five) == fold_plan(0, other)  # the same budget for other requests
     hashes = {fold_plan(fold_plan(0, a), b) for a in (five, nine, unplanned) for b in (five, nine, unplanned)}
     assert len(hashes) == 9
+
+
+def test_time_in_the_queue_is_told_once_there_is_a_row(folders):  # noqa: F811
+    scheduler = Harness(folders["target"], max_running_requests=1).scheduler
+    outputs: dict[str, list[float | None]] = {"r0": [], "r1": [], "r2": []}
+    scheduler._send = lambda output: outputs[output.request_id].append(output.queue_seconds)
+    for request_id in outputs:
+        scheduler.add(to_message(request_id, Job([5, 9, 40], 4)))
+    scheduler.step()
+    scheduler.abort(["r2"], "it still waits")
+    while scheduler.has_work:
+        scheduler.step()
+    assert outputs["r2"] == [None]
+    for request_id in ("r0", "r1"):
+        waited, *others = outputs[request_id]
+        assert waited is not None and waited >= 0
+        assert others == [waited] * 3
 
 
 def check_charts(charts: dict, records: list[StepRecord], mode: VerifyMode) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import flashspark
 
-from . import admin, metrics, native, openai, text_routes
+from . import admin, dashboard, metrics, native, openai, text_routes
 from .context import ServerContext
 from .errors import RequestError, error_response, unavailable
 from .http_metrics import HttpMetricsMiddleware
@@ -46,6 +46,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/get_server_info", ("GET",), admin.server_info),
     ("/metrics", ("GET",), metrics.metrics),
     ("/metrics/{path:path}", ("GET",), metrics.metrics),
+    ("/dashboard", ("GET", "HEAD"), dashboard.dashboard),
+    ("/dashboard/state", ("GET",), dashboard.dashboard_state),
     ("/get_load", ("GET",), admin.get_load),
     ("/abort_request", ("POST",), admin.abort_request),
     ("/flush_cache", ("GET", "POST"), admin.flush_cache),

@@ -14,6 +14,7 @@ from .wire import json_response
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
+_OPEN_PATHS = frozenset({"/dashboard"})  # the page alone: what it asks for needs the key
 _ADMIN_PATHS = frozenset(
     {
         *("/abort_request", "/flush_cache", "/set_internal_state"),
@@ -25,7 +26,7 @@ AuthClass = Literal["open", "normal", "admin"]
 
 def auth_class(path: str) -> AuthClass:
     """Which key a path wants: none, the API key, or the admin key (where one is set, else the API key)."""
-    if path.startswith(_OPEN_PREFIXES):
+    if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
         return "open"
     return "admin" if path in _ADMIN_PATHS else "normal"
 
