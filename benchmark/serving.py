@@ -4,9 +4,9 @@
 
 One server, started in compact, plays every arm through its live switches (`/set_internal_state`), A B B A …, so that
 a slow minute of the machine hits all of them. For each concurrency and temperature, `--pairs` times: the same clients
-send the same prompts and ask for as many tokens. The figure is the median over pairs of arm / first arm, of decode
-tokens/s (`closed_loop.Segment.decode_rate`), with the distribution-free 95 % interval of a median: order statistics of
-the pairs.
+send the same prompts, new to the server, and ask for as many tokens. The figure is the median over pairs of arm /
+first arm, of decode tokens/s (`closed_loop.Segment.decode_rate`), with the distribution-free 95 % interval of a
+median: order statistics of the pairs.
 
 Points are measured one after the other, and `--out` is written after each. `--resume` goes on with the points that the
 file lacks, on the same commit and with the same settings; `--max-points` ends a run early.
@@ -104,6 +104,13 @@ def oracle_ratio(steps: Sequence[Sequence[int]], table: CostTable, grid: TierGri
     return as_run / oracle
 
 
+def forget_prompts(server: LiveServer) -> None:
+    """Empties the idle server's prefix cache: the second arm of a pair must not live off the first one's prefill."""
+    status, body = server.call("POST", "/flush_cache")
+    if status != 200:
+        raise RuntimeError(f"the server does not flush its cache: {status} {body[:300]!r}")
+
+
 class Benchmark:
     """The sweep: owns what has been measured so far."""
 
@@ -182,6 +189,7 @@ class Benchmark:
     def _measure(self, server: LiveServer, port: int, point: Point, arm: str, number: int) -> None:
         switch(server, arm)
         before = server.info()["internal_states"][0]
+        forget_prompts(server)
         load = self.load(point, self.requests_per_client(point), first=point.concurrency * number)
         self.segments[point][arm].append(run_load(port, load))
         after = server.info()["internal_states"][0]
@@ -384,7 +392,7 @@ def parse() -> argparse.Namespace:
         "--arms", nargs="+", default=["static", "compact"], help="the first is what others are over"
     )
     parser.add_argument("--pairs", type=int, default=6, help="at least 6 for a 95 %% interval")
-    parser.add_argument("--requests-per-client", type=int, default=3)
+    parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--min-requests", type=int, default=32, help="of a run, whatever the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--warm-up-turns", type=int, default=3)
