@@ -29,6 +29,7 @@ from flashspark.api.protocol import (
     NativeSampling,
     StreamOptions,
 )
+from flashspark.api.tool_fields import MessageToolCall, Tool, ToolFunction
 
 Draw = random.Random
 NUM_CLIENTS = 12
@@ -79,6 +80,21 @@ def _message(draw: Draw) -> dict[str, Any]:
     return body_of(ChatMessage, draw, {"role", "content"}, rate=0.15)
 
 
+def _tools(draw: Draw) -> list[dict[str, Any]]:
+    names = draw.sample(["weather", "get-time", "f.g"], draw.randint(1, 3))
+    tools = [body_of(Tool, draw, {"function"}, rate=0.5) for _ in names]
+    for tool, name in zip(tools, names, strict=True):
+        tool["function"] = body_of(ToolFunction, draw, {"name"}, rate=0.5) | {"name": name}
+    return tools
+
+
+def _tool_call(draw: Draw) -> dict[str, Any]:
+    call = body_of(MessageToolCall, draw, {"function"}, rate=0.5)
+    arguments = draw.choice(['{"city": "é"}', "{}", "", {"city": [1, None]}])
+    call["function"] = {"name": "weather", "arguments": arguments}
+    return call
+
+
 def _stop_token_ids(draw: Draw) -> list[int]:
     return ids(draw, 3)
 
@@ -119,6 +135,11 @@ GRAMMAR: dict[str, Callable[[Draw], Any]] = {
     "rid": _rid,
     "stream_options": lambda draw: body_of(StreamOptions, draw, set(), rate=0.6),
     "best_of": lambda draw: 1,
+    "tools": _tools,
+    "tool_choice": lambda draw: draw.choice(
+        [*["auto", "none"] * 4, {"type": "function", "function": {"name": "weather"}}]
+    ),
+    "tool_calls": lambda draw: few(draw, _tool_call),
     "chat_template_kwargs": lambda draw: {"enable_thinking": draw.random() < 0.5},
     "metadata": lambda draw: {"who": text(draw)},
     "abort_all": lambda draw: draw.random() < 0.1,
@@ -258,6 +279,13 @@ def _agree(model: type[RequestModel], body: dict[str, Any]) -> None:
         body["stream"] = True
     if isinstance(speculation := body.get("speculation"), dict) and speculation["mode"] == "off":
         speculation.pop("max_verify_len", None)
+    for message in body.get("messages", ()):
+        if message.get("tool_calls"):
+            message["role"] = "assistant"
+    if body.get("continue_final_message"):
+        body["messages"].append({"role": "assistant", "content": "def"})
+    if "messages" not in body:
+        body.pop("tools", None)
     if model is GenerateBody:
         sampling = body["sampling_params"]
         sampling["min_new_tokens"] = min(sampling.get("min_new_tokens") or 0, sampling["max_new_tokens"])

@@ -16,6 +16,14 @@ from flashspark.api.protocol import (
     SpeculationOptions,
     StreamOptions,
 )
+from flashspark.api.tool_fields import (
+    CalledFunction,
+    MessageToolCall,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolFunction,
+)
 
 MODELS: dict[type[RequestModel], dict] = {model: {} for model in BODIES.values()} | {
     NativeSampling: {},
@@ -25,6 +33,12 @@ MODELS: dict[type[RequestModel], dict] = {model: {} for model in BODIES.values()
     ChatBody: {"messages": [{"role": "user", "content": "x"}]},
     ChatMessage: {"role": "user", "content": "x"},
     SpeculationOptions: {"mode": "off"},
+    ToolFunction: {"name": "f"},
+    Tool: {"function": {"name": "f"}},
+    NamedTool: {"function": {"name": "f"}},
+    NamedFunction: {"name": "f"},
+    CalledFunction: {"name": "f"},
+    MessageToolCall: {"function": {"name": "f"}},
 }
 MODELS[BODIES["/detokenize"]] = {"tokens": [1]}
 MODELS[BODIES["/set_internal_state"]] = {"server_args": {}}
@@ -68,6 +82,15 @@ GOOD: dict[str, object] = {
     "name": "n",
     "reasoning_content": "r",
     "tool_call_id": "t",
+    "tool_calls": [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "type": "function",
+    "function": {"name": "f"},
+    "description": "d",
+    "parameters": {"type": "object"},
+    "arguments": "{}",
+    "id": "t",
     "abort_message": "m",
     "server_args": {"a": None, "b": True, "c": 1, "d": 0.5},
     "mode": "off",
@@ -195,6 +218,34 @@ def test_openai_token_numbers(value):
         assert refusal(model, {**MODELS[model], name: value}).param == name
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"function": {}}]}, "tools[0].function.name"),
+        *(
+            ({"tools": [{"function": {"name": name}}]}, "tools[0].function.name")
+            for name in ("", "a b", "a>", "é", "x" * 129, "a\n", 5)
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"function": {"name": "f", "more": 1}}]}, "tools[0].function.more"),
+        ({"tools": [{"function": {"name": "f"}}] * 1025}, "tools"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {}}, "tool_choice.function"),
+        ({"tool_choice": {"function": {"name": ""}}}, "tool_choice.function.name"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)
+def test_tools_are_refused_by_path(fields, name):
+    error = refusal(ChatBody, {**MODELS[ChatBody], **fields})
+    assert error.param == name
+    assert name in error.message
+
+
 def test_limits_are_named():
     assert "128" in refusal(CompletionBody, {"prompt": "x", "n": 1000}).message
     assert "32" in refusal(CompletionBody, {"prompt": "x", "stop": ["a"] * 33}).message
@@ -210,8 +261,8 @@ def test_native_null_and_zero_tokens():
 def test_nested_fields_are_named_by_path():
     message = {"role": "user", "content": "x"}
     assert refusal(ChatBody, {"messages": [message, {"role": "nobody"}]}).param == "messages[1].role"
-    tools = {**message, "tool_calls": [{}]}
-    assert refusal(ChatBody, {"messages": [tools]}).param == "messages[0].tool_calls"
+    calls = {**message, "tool_calls": [{}]}
+    assert refusal(ChatBody, {"messages": [calls]}).param == "messages[0].tool_calls[0].function"
     for speculation, name in (
         ({"mode": "fast"}, "mode"),
         ({"max_verify_len": 2}, "mode"),

@@ -155,6 +155,29 @@ def test_template_sandbox_and_globals(tmp_path):
         TextTokenizer.load(tmp_path)
 
 
+def test_a_model_may_have_another_template_for_tools(tmp_path):
+    write_tokenizer(tmp_path)
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].name }}"},
+    ]
+    set_template(tmp_path, named)
+    tokenizer = TextTokenizer.load(tmp_path)
+    assert tokenizer.template_takes_tools
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{"name": "f"}]) == "f"
+    override = TextTokenizer.load(tmp_path, "{{ 'other' }}")
+    assert not override.template_takes_tools
+    assert override.apply_chat_template([], tools=[{"name": "f"}]) == "other"
+    for template, takes in (
+        ("{% if tools %}{{ tools }}{% endif %}", True),
+        ("{% for tool in tools or [] %}{{ tool }}{% endfor %}", True),
+        ("{% set tools = [] %}{{ tools }}", False),
+        ("{{ messages[0].tools }}", False),
+    ):
+        assert TextTokenizer.load(tmp_path, template).template_takes_tools is takes
+
+
 def test_chat_template_override(tmp_path):
     write_tokenizer(tmp_path / "model")
     file = tmp_path / "own.jinja"

@@ -16,6 +16,7 @@ from flashspark.ipc import (
     SpeculativeStats,
 )
 from flashspark.text import StopMatcher, TextTokenizer
+from flashspark.text.reasoning import ReasoningCounter
 
 from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
 from .errors import RequestError, unavailable
@@ -36,6 +37,7 @@ class Prompt:
     text: str | None = None  # as it came, for `echo`
     return_token_origin: bool = False
     cache_namespace: tuple[str, ...] = ()
+    reasons_inside: bool | None = None  # whether answers begin as reasoning; None: nobody looks for it
 
 
 class Choice:
@@ -70,6 +72,10 @@ class Choice:
         if prompt.return_token_origin:
             self.trail = TokenTrail(tokenizer.detokenizer(prompt.sampling.skip_special_tokens))
         self._matcher = StopMatcher(prompt.sampling.stop)
+        self._reasoning: ReasoningCounter | None = None
+        if prompt.reasons_inside is not None:
+            counted = tokenizer.detokenizer(prompt.sampling.skip_special_tokens)
+            self._reasoning = ReasoningCounter(prompt.reasons_inside, counted)
         self._num_text_taken = 0
         self._num_ids_taken = 0
 
@@ -91,6 +97,11 @@ class Choice:
         return ids
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the tokens are reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
+
+    @property
     def num_ids_waiting(self) -> int:
         """How many ids `take_ids` would return."""
         return len(self.token_ids) - self._num_ids_taken
@@ -108,6 +119,8 @@ class Choice:
         self.num_retractions = output.num_retractions
         self.queue_seconds = output.queue_seconds
         self.finish = output.finish
+        if self._reasoning is not None:
+            self._reasoning.push(output.token_ids)
         ids = output.token_ids
         if self._ends_with_stop_token(output) and not self.prompt.no_stop_trim:
             ids = ids[:-1]
@@ -299,7 +312,7 @@ def meta_info(choice: Choice, generation: Generation, weight_version: str) -> di
         "prompt_tokens": len(choice.prompt.input_ids),
         "completion_tokens": len(choice.token_ids),
         "cached_tokens": choice.num_cached_tokens,
-        "reasoning_tokens": 0,
+        "reasoning_tokens": choice.num_reasoning_tokens,
         "weight_version": weight_version,
         "num_retractions": choice.num_retractions,
     }
@@ -319,6 +332,7 @@ def usage(
     """
     num_prompt = sum(len(prompt.input_ids) for prompt in prompts)
     num_completion = sum(len(choice.token_ids) for choice in choices)
+    num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
     cached = {choice.prompt_index: choice.num_cached_tokens for choice in choices}
     details = {"cached_tokens": sum(cached.values())} if cache_report else None
     body: dict[str, Any] = {
@@ -326,8 +340,8 @@ def usage(
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": details,
-        "completion_tokens_details": None,
-        "reasoning_tokens": 0,
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning} if num_reasoning else None,
+        "reasoning_tokens": num_reasoning,
     }
     num_steps = sum(choice.speculative.num_verify_steps for choice in choices)
     if with_statistics and num_steps:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .answering import complete, stream
+from .chat_tools import ChatFormat, ChatOutput, offered_tools
 from .context import ServerContext
 from .errors import RequestError, openai_stream_error
 from .generation import Choice, Generation, meta_info, spec_details, usage
@@ -33,9 +34,11 @@ async def chat_completions(request: Request, context: ServerContext) -> Response
     context.check_serving()
     body = ChatBody.parse(await context.read_json(request, content_type=True))
     call_id = uuid.uuid4().hex
-    prompt = await chat_prompt(body, context, call_id)
+    tools = offered_tools(body, context)
+    prompt = await chat_prompt(body, context, call_id, tools)
     generation = Generation([prompt], context.tokenizer, *context.speculation(body.speculation))
-    return await _answer(request, context, _Chat(body, context, generation, _call_id(body, call_id)))
+    form = ChatFormat.of(body, tools, prompt.reasons_inside, context.args.tool_call_parser)
+    return await _answer(request, context, _Chat(body, context, generation, _call_id(body, call_id), form))
 
 
 def _call_id(body: OpenAIFields, generated: str) -> str:
@@ -147,11 +150,13 @@ class _OpenAIAnswer:
         return extension
 
 
-def _finish(choice: Choice) -> dict[str, Any]:
+def _finish(choice: Choice, has_calls: bool = False) -> dict[str, Any]:
     """`finish_reason` is null until the end, never an empty string."""
     finish = choice.finish
-    matched = finish.matched if finish is not None else None
-    return {"finish_reason": finish.type if finish is not None else None, "matched_stop": matched}
+    if finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    reason = "tool_calls" if has_calls and finish.type == "stop" else finish.type
+    return {"finish_reason": reason, "matched_stop": finish.matched}
 
 
 class _Completion(_OpenAIAnswer):
@@ -185,18 +190,18 @@ class _Chat(_OpenAIAnswer):
     OBJECT, CHUNK_OBJECT = "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, body: ChatBody, context: ServerContext, generation: Generation, call_id: str, form: ChatFormat
+    ) -> None:
+        super().__init__(body, context, generation, call_id)
         self._begun: set[int] = set()
+        self._outputs = [ChatOutput(form) for _ in generation.choices]
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        message = {
-            "role": "assistant",
-            "content": choice.visible_text,
-            "reasoning_content": None,
-            "tool_calls": None,
-        }
-        body = {"index": choice.index, "message": message, "logprobs": None, **_finish(choice)}
+        output = self._outputs[choice.index]
+        message = output.message(choice.visible_text)
+        finish = _finish(choice, output.num_calls > 0)
+        body = {"index": choice.index, "message": message, "logprobs": None, **finish}
         if self.body.return_meta_info:
             body["meta_info"] = meta_info(choice, self.generation, self._context.args.weight_version)
         return body
@@ -206,12 +211,12 @@ class _Chat(_OpenAIAnswer):
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             deltas.append({"role": "assistant", "content": "", "reasoning_content": None})
-        text = choice.take_text()
-        if text:
-            deltas.append({"content": text, "reasoning_content": None})
+        output, has_ended = self._outputs[choice.index], choice.finish is not None
+        added = output.push(choice.take_text(), has_ended)
+        deltas += [{"reasoning_content": None} | delta for delta in added]
         running = {"finish_reason": None, "matched_stop": None}
         frames = [{"index": choice.index, "delta": delta, "logprobs": None, **running} for delta in deltas]
-        if choice.finish is not None:
-            empty = {"reasoning_content": None}
-            frames.append({"index": choice.index, "delta": empty, "logprobs": None, **_finish(choice)})
+        if has_ended:
+            finish, empty = _finish(choice, output.num_calls > 0), {"reasoning_content": None}
+            frames.append({"index": choice.index, "delta": empty, "logprobs": None, **finish})
         return frames

@@ -8,7 +8,9 @@ from typing import Any
 
 from flashspark.text import ChatTemplateError
 from flashspark.text.chat_template import ChatTemplate
+from flashspark.text.reasoning import END_THINK, THINK, begins_inside
 
+from .chat_tools import template_calls, template_tools
 from .context import ServerContext
 from .errors import RequestError
 from .generation import Prompt
@@ -23,6 +25,7 @@ from .sampling import (
     request_ids,
     sampling_params,
 )
+from .tool_fields import Tool
 
 # Longer conversations are rendered in a thread: the event loop serves everyone else meanwhile.
 _INLINE_PARTS = 256
@@ -76,10 +79,16 @@ def _completion_inputs(prompt: Any) -> list[Any]:
     return [prompt]
 
 
-async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> Prompt:
-    """The one prompt of `/v1/chat/completions`."""
+async def chat_prompt(
+    body: ChatBody, context: ServerContext, call_id: str, tools: Sequence[Tool] = ()
+) -> Prompt:
+    """The one prompt of `/v1/chat/completions`, which offers `tools`."""
     kwargs = body.chat_template_kwargs or {}
-    text = await render_chat(body.messages, kwargs, context)
+    messages, begun = body.messages, ""
+    if body.continue_final_message:
+        messages, begun = messages[:-1], _begun_answer(messages[-1], len(messages) - 1)
+    rendered = await render_chat(messages, kwargs, context, tools)
+    text = rendered + begun
     input_ids = await encode_prompt(
         context.tokenizer, text, "messages", context.limits, add_special_tokens=False
     )
@@ -100,27 +109,57 @@ async def chat_prompt(body: ChatBody, context: ServerContext, call_id: str) -> P
         stream_interval=context.args.stream_interval,
         text=text,
         cache_namespace=cache_namespaces(body, 1)[0],
+        reasons_inside=_reasons_inside(context.args.reasoning_parser, rendered, begun),
     )
 
 
+def _begun_answer(message: ChatMessage, index: int) -> str:
+    """The text that the answer continues."""
+    if message.role != "assistant" or message.tool_calls or message.reasoning_content:
+        name = "continue_final_message"
+        raise RequestError(
+            f"{name}: the last message must be the assistant's, with content alone", param=name
+        )
+    return _text(message.content, f"messages[{index}]")
+
+
+def _reasons_inside(parser: str | None, rendered: str, begun: str) -> bool | None:
+    """Whether the answer begins as reasoning; None without a parser to ask."""
+    if parser is None:
+        return None
+    if THINK in begun or END_THINK in begun:
+        return begun.rfind(THINK) > begun.rfind(END_THINK)
+    return begins_inside(parser, rendered)
+
+
 async def render_chat(
-    messages: Sequence[ChatMessage], template_kwargs: dict[str, Any], context: ServerContext
+    messages: Sequence[ChatMessage],
+    template_kwargs: dict[str, Any],
+    context: ServerContext,
+    tools: Sequence[Tool] | None = None,
 ) -> str:
     """A conversation as the text the model was trained on, however long it is."""
     num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
-    if num_parts <= _INLINE_PARTS:
-        return _render(messages, template_kwargs, context)
-    return await asyncio.to_thread(_render, messages, template_kwargs, context)
+    if num_parts + len(tools or ()) <= _INLINE_PARTS:
+        return _render(messages, template_kwargs, context, tools)
+    return await asyncio.to_thread(_render, messages, template_kwargs, context, tools)
 
 
-def _render(messages: Sequence[ChatMessage], template_kwargs: dict[str, Any], context: ServerContext) -> str:
+def _render(
+    messages: Sequence[ChatMessage],
+    template_kwargs: dict[str, Any],
+    context: ServerContext,
+    tools: Sequence[Tool] | None,
+) -> str:
     reserved = ChatTemplate.RESERVED & template_kwargs.keys()
     if reserved:
         name = f"chat_template_kwargs.{min(reserved)}"
         raise RequestError(f"{name}: is set by the server", param=name)
     turns = [_turn(message, i) for i, message in enumerate(messages)]
     try:
-        return context.tokenizer.apply_chat_template(turns, template_kwargs=template_kwargs)
+        return context.tokenizer.apply_chat_template(
+            turns, tools=template_tools(tools), template_kwargs=template_kwargs
+        )
     except ChatTemplateError as error:
         raise RequestError(f"messages: {error}", param="messages") from None
 
@@ -129,14 +168,22 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     turn = message.model_dump(
         exclude_none=True, include={"role", "name", "reasoning_content", "tool_call_id"}
     )
-    content = message.content
-    if isinstance(content, list):
-        texts = []
-        for i, part in enumerate(content):
-            name = f"messages[{index}].content[{i}]"
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(f"{name}: only parts of type 'text' are supported", param=name)
-            texts.append(part["text"])
-        content = " ".join(texts)
-    turn["content"] = content or ""
+    turn["content"] = _text(message.content, f"messages[{index}]")
+    if message.tool_calls:
+        name = f"messages[{index}].tool_calls"
+        if message.role != "assistant":
+            raise RequestError(f"{name}: only an assistant's turn has them", param=name)
+        turn["tool_calls"] = template_calls(message.tool_calls, name)
     return turn
+
+
+def _text(content: str | list[dict[str, Any]] | None, name: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        part_name = f"{name}.content[{i}]"
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{part_name}: only parts of type 'text' are supported", param=part_name)
+        texts.append(part["text"])
+    return " ".join(texts)

@@ -29,10 +29,11 @@ from .fields import (
     VerifyLen,
     neutral,
 )
+from .tool_fields import MessageToolCalls, ToolChoice, Tools
 
 _GRAMMAR = "structured output is not available yet"
 _LOGPROBS = "log-probabilities are not available yet"
-_TOOLS = "tools are not available yet"
+_FUNCTIONS = "superseded by tools and tool_choice"
 _LORA = "LoRA adapters are not available"
 _MEDIA = "this model takes text only"
 _DISAGGREGATION = "disaggregated serving is not available"
@@ -208,11 +209,11 @@ class ChatMessage(RequestModel):
     name: Identifier | None = None
     reasoning_content: str | None = None
     tool_call_id: Identifier | None = None
-    tool_calls: Any = neutral(None, [], remedy=_TOOLS)
+    tool_calls: MessageToolCalls | None = Field(None, description="of an assistant's turn")
     refusal: Any = neutral(None)
     audio: Any = neutral(None, remedy=_MEDIA)
     annotations: Any = neutral(None, [])
-    function_call: Any = neutral(None, remedy=_TOOLS)
+    function_call: Any = neutral(None, remedy=_FUNCTIONS)
 
 
 Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
@@ -225,17 +226,17 @@ class ChatBody(OpenAIFields):
     max_completion_tokens: PositiveTokens | None = Field(None, description="beats max_tokens")
     chat_template_kwargs: Labels | None = Field(None, description="variables of the chat template")
     return_meta_info: bool = Field(False, description="adds meta_info to each choice (not streamed)")
-    separate_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to separate")
-    stream_reasoning: bool = Field(True, description="there is no reasoning parser: nothing to hold back")
+    separate_reasoning: bool = Field(True, description="false: reasoning stays in the content, tags and all")
+    stream_reasoning: bool = Field(True, description="false: reasoning is sent when it is complete")
     logprobs: Any = neutral(False, remedy=_LOGPROBS)
     top_logprobs: Any = neutral(None, 0, remedy=_LOGPROBS)
-    tools: Any = neutral(None, [], remedy=_TOOLS)
-    tool_choice: Any = neutral(None, "none", "auto", remedy=_TOOLS)
-    parallel_tool_calls: Any = neutral(True, False, remedy=_TOOLS)
-    functions: Any = neutral(None, [], remedy=_TOOLS)
-    function_call: Any = neutral(None, "none", "auto", remedy=_TOOLS)
+    tools: Tools | None = Field(None, description="functions that the answer may call")
+    tool_choice: ToolChoice | None = Field(None, description="default: auto with tools, else none")
+    parallel_tool_calls: bool = Field(True, description="false: calls after the first are dropped")
+    functions: Any = neutral(None, [], remedy=_FUNCTIONS)
+    function_call: Any = neutral(None, "none", "auto", remedy=_FUNCTIONS)
     reasoning_effort: Any = neutral(None, remedy="pass template variables in chat_template_kwargs")
-    continue_final_message: Any = neutral(False)
+    continue_final_message: bool = Field(False, description="the answer goes on where the last turn ends")
     input_ids: Any = neutral(None, remedy="use /generate for token ids")
     modalities: Any = neutral(None, [], ["text"], remedy=_MEDIA)
     audio: Any = neutral(None, remedy=_MEDIA)
@@ -252,7 +253,7 @@ class TokenizeBody(RequestModel):
     messages: Messages | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: Labels | None = None
-    tools: Any = neutral(None, [], remedy=_TOOLS)
+    tools: Tools | None = None
 
 
 class DetokenizeBody(RequestModel):

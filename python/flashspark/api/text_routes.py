@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .chat_tools import check_tools
 from .context import ServerContext
 from .errors import RequestError
 from .openai_prompts import render_chat
@@ -23,10 +24,13 @@ async def tokenize(request: Request, context: ServerContext) -> Response:
     body = TokenizeBody.parse(await context.read_json(request, content_type=True))
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: exactly one of prompt and messages is required", param="prompt")
+    if body.tools and body.messages is None:
+        raise RequestError("tools: only with messages", param="tools")
     limits = context.limits
     tokens: Any
     if body.messages is not None:
-        text = await render_chat(body.messages, body.chat_template_kwargs or {}, context)
+        check_tools(body.tools, context)
+        text = await render_chat(body.messages, body.chat_template_kwargs or {}, context, body.tools)
         tokens = await encode(context.tokenizer, text, "messages", add_special_tokens=False)
     elif isinstance(body.prompt, list):
         tokens = [

@@ -110,8 +110,12 @@ class ServerArgs:
     sampling_defaults: str = flag("model", "where chat defaults come from", choices=("openai", "model"))
     preferred_sampling_params: str | None = flag(None, "JSON object: defaults of /generate")
     weight_version: str = flag("default", "echoed in meta_info")
-    reasoning_parser: str | None = neutral(None, help="reasoning parser")
-    tool_call_parser: str | None = neutral(None, help="tool call parser")
+    reasoning_parser: str | None = flag(
+        None, "how chat answers show reasoning", choices=("deepseek-r1", "qwen3", "qwen3-thinking")
+    )
+    tool_call_parser: str | None = flag(
+        None, "how chat answers call tools", choices=("hermes", "qwen", "qwen25", "qwen3_coder")
+    )
     grammar_backend: str | None = neutral(None, "none", help="structured output")
 
     # Life cycle and logs

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -55,9 +56,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.takes_tools = "tools" in names
 
     def render(
         self,

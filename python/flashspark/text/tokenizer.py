@@ -75,9 +75,11 @@ class TextTokenizer:
         *,
         eos_token_ids: Iterable[int] = (),
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
+        """`tool_template` is for conversations with tools, where a model has one of its own."""
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._chat_template, self._tool_template = chat_template, tool_template or chat_template
         self._byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
         self._special_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -101,10 +103,12 @@ class TextTokenizer:
         settings = _read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(settings.get(name)) for name in _SPECIAL_TOKEN_NAMES}
         special_tokens = {name: text for name, text in special.items() if text is not None}
+        source, tool_source = _template_sources(folder, settings, chat_template)
         return cls(
             tokenizer,
             eos_token_ids=_eos_token_ids(folder, tokenizer, special_tokens.get("eos_token")),
-            chat_template=_load_chat_template(folder, settings, special_tokens, chat_template),
+            chat_template=ChatTemplate(source, special_tokens) if source else None,
+            tool_template=ChatTemplate(tool_source, special_tokens) if tool_source else None,
         )
 
     @property
@@ -116,6 +120,11 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can work."""
         return self._chat_template is not None
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether tools that are given to `apply_chat_template` reach the text."""
+        return self._tool_template is not None and self._tool_template.takes_tools
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry."""
@@ -159,9 +168,10 @@ class TextTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as prompt text. Encode it with `add_special_tokens=False`: the template has them."""
-        if self._chat_template is None:
+        template = self._tool_template if tools else self._chat_template
+        if template is None:
             raise ChatTemplateError("this model has no chat template; --chat-template can name one")
-        return self._chat_template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -183,15 +193,16 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) ->
     return ids
 
 
-def _load_chat_template(
-    folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str], override: str | None
-) -> ChatTemplate | None:
+def _template_sources(folder: Path, settings: Mapping[str, Any], override: str | None) -> tuple[str, str]:
+    """The chat template, and one for conversations with tools; empty where there is none."""
     source: Any = settings.get("chat_template")
+    tool_source: Any = ""
     if isinstance(source, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
+        source, tool_source = named.get("default"), named.get("tool_use")
     file = folder / "chat_template.jinja"
     if override is not None:
+        tool_source = ""
         if os.path.isfile(override):  # Path's own raises where a text is too long to be a name
             source = _read_text(Path(override))
         elif "{" in override:
@@ -200,4 +211,4 @@ def _load_chat_template(
             raise TokenizerLoadError(f"--chat-template {override}: no such file")
     elif file.is_file():
         source = _read_text(file)
-    return ChatTemplate(source, special_tokens) if isinstance(source, str) and source else None
+    return source if isinstance(source, str) else "", tool_source if isinstance(tool_source, str) else ""
