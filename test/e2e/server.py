@@ -117,11 +117,8 @@ class Server:
         return found
 
     def openai(self) -> openai.OpenAI:
-        """The official client; it never tries again by itself."""
-        client = httpx.Client(timeout=120, trust_env=False)
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, http_client=client, timeout=120
-        )
+        """The official client of this server."""
+        return openai_client(self.url)
 
     def generate(self, text: str | list[int], **body: Any) -> dict[str, Any]:
         """One greedy `/generate` of text or ids, 200 asserted. Keywords not of the body are sampling's."""
@@ -202,6 +199,12 @@ class Server:
                     process.kill()
         self.process.wait()
         self.http.close()
+
+
+def openai_client(url: str, key: str = "unused") -> openai.OpenAI:
+    """The official client of the server or router at `url`; it never tries again by itself."""
+    client = httpx.Client(timeout=120, trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=client, timeout=120)
 
 
 def generate_body(text: str | list[int], **body: Any) -> dict[str, Any]:

@@ -40,8 +40,12 @@ def records_of(engine: Harness) -> list[dict]:
     return json.loads(engine.scheduler.info_record())["records"]
 
 
-def step(forward_ct: int, num_reqs: int = 2, num_prefill_tokens: int = 0) -> StepRecord:
-    return StepRecord(forward_ct, num_reqs, num_prefill_tokens, num_verify_tokens=7, num_rows_run=8)
+def step(
+    forward_ct: int, num_reqs: int = 2, num_prefill_tokens: int = 0, num_full_tokens: int = 8
+) -> StepRecord:
+    return StepRecord(
+        forward_ct, num_reqs, num_prefill_tokens, 7, num_rows_run=8, num_full_tokens=num_full_tokens
+    )
 
 
 def test_shape():
@@ -78,6 +82,15 @@ def test_intervals_hold_one_step_and_nothing_else():
     assert [r["forward_ct"] for r in records] == [1, 2, 3, 4, 6, 7, 8, 9, 10]
     timed = {r["forward_ct"]: round(r["step_cpu_ms"]) for r in records if "step_cpu_ms" in r}
     assert timed == {2: 100, 4: 100, 7: 100, 10: 100}
+
+
+@pytest.mark.parametrize(("simulate_acc_len", "timed"), [(1.0, [2, 4]), (None, [2, 3, 4])])
+def test_simulated_steps_are_timed_while_all_blocks_are_full(simulate_acc_len, timed):
+    feed = RecordFeed(FeedHeader("static", 3, 4, BOTH, simulate_acc_len))
+    for forward_ct, num_full_tokens in enumerate((8, 8, 7, 8), start=1):
+        feed.add(step(forward_ct, num_full_tokens=num_full_tokens), forward_ct / 10, goes_on=True)
+    records = json.loads(feed.dump())["records"]
+    assert [r["forward_ct"] for r in records if "step_cpu_ms" in r] == timed
 
 
 def test_without_its_component_no_time_is_taken():

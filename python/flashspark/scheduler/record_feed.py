@@ -125,7 +125,8 @@ class RecordFeed:
             self._last_end_seconds = None
             return
         step_cpu_ms = None
-        if self._last_end_seconds is not None and record.num_prefill_tokens == 0 and self._times_steps:
+        is_timed = self._times_steps and record.num_prefill_tokens == 0 and not self._is_cut_short(record)
+        if self._last_end_seconds is not None and is_timed:
             interval = end_seconds - self._last_end_seconds
             step_cpu_ms = interval * 1e3 if interval <= LONGEST_INTERVAL_SECONDS else None
         self._last_end_seconds = end_seconds if goes_on else None
@@ -160,6 +161,11 @@ class RecordFeed:
         self._num_bytes += len(encoded)
         while len(self._records) > self._capacity or self._num_bytes > self._capacity_bytes:
             self._num_bytes -= len(self._records.popleft())
+
+    def _is_cut_short(self, record: StepRecord) -> bool:
+        """Whether a request near its end ran fewer rows: profilers want steps alike, and refuse a cell with others."""
+        num_full_tokens = record.num_reqs * self.header.verify_num_draft_tokens
+        return self.header.simulate_acc_len is not None and record.num_full_tokens < num_full_tokens
 
     def clear(self) -> None:
         """Forgets all records; `forward_ct` goes on rising."""
