@@ -158,8 +158,8 @@ def interrupt(signum: int, frame: object) -> None:
 
 def main() -> int:
     args = parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="flashspark-scale-out-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as started:

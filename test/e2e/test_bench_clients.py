@@ -49,7 +49,7 @@ def bench(
     assert result["output_lens"] == [OUTPUT_LEN] * num_prompts
     assert result["total_output_tokens"] == grown["output_tokens"] == num_prompts * OUTPUT_LEN
     assert result["accept_length"] == pytest.approx(after["avg_spec_accept_length"], rel=1e-12)
-    # @@ assert after["avg_spec_accept_length"] == grown["output_tokens"] / grown["verify_steps"]
+    assert after["avg_spec_accept_length"] == grown["output_tokens"] / grown["verify_steps"]
     assert result["accept_length"] > 1.2
     print(
         f"{module} {' '.join(flags)}: {result['completed']} of {num_prompts}, {result['accept_length']:.4f}"

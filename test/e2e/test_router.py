@@ -47,7 +47,8 @@ def check_what_was_asked(log: Callable[[], str]) -> None:
 @pytest.mark.parametrize("key", ["the-key", pytest.param(None, marks=pytest.mark.full)])
 def test_a_router_in_short(tmp_path: Path, key: str | None) -> None:
     keys = ["--api-key", key] if key else []
-    flags = ["--served-model-name", "fake", *keys]
+    draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "none"]
+    flags = ["--served-model-name", "fake", *draft, *keys]
     model, prompt = write_tokenizer(tmp_path / "model"), "abcdefgh"
     with (
         FakeServer(model, *flags, wait=False) as one,
@@ -73,6 +74,10 @@ def test_a_router_in_short(tmp_path: Path, key: str | None) -> None:
             client.completions.create(model="fake", prompt=prompt, max_tokens=4000)
         assert refused.value.code == "context_length_exceeded"
         assert http.post("/flush_cache").status_code == 200
+        assert http.get("/get_model_info").json()["served_model_name"] == "fake"
+        # The router passes on the fields that it knows; ours are not among them.
+        unheard = http.post("/generate", json=body | {"speculation": {"mode": "off"}}).json()
+        assert [answer["meta_info"]["speculation"]["mode"] for answer in unheard] == ["static"] * 2
         for server in (one, other):
             check_what_was_asked(lambda server=server: server.log)
         one.process.kill()

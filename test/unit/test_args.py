@@ -75,8 +75,8 @@ def test_spellings(argv, field, value):
     ("argv", "words"),
     [
         (["--tp-size", "2"], ["--tp-size 2", "not available yet", "accepted: 1"]),
-        (["--dp", "2"], ["--dp-size 2", "sglang-router"]),
-        (["--nnodes", "2"], ["--nnodes 2", "sglang-router"]),
+        (["--dp", "2"], ["--dp-size 2", "docs/scale-out.md"]),
+        (["--nnodes", "2"], ["--nnodes 2", "docs/scale-out.md"]),
         (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native"]),
         (["--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["--load-format", "gguf"], ["--load-format gguf", "safetensors"]),

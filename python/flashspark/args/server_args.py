@@ -177,11 +177,13 @@ class ServerArgs:
     dp_size: int = neutral(
         1,
         help="data parallel servers",
-        remedy="start several servers behind sglang-router",
+        remedy="start several servers behind sglang-router (docs/scale-out.md)",
         aliases=("--data-parallel-size",),
     )
     pp_size: int = neutral(1, help="pipeline stages", aliases=("--pipeline-parallel-size",))
-    nnodes: int = neutral(1, help="machines", remedy="start several servers behind sglang-router")
+    nnodes: int = neutral(
+        1, help="machines", remedy="start several servers behind sglang-router (docs/scale-out.md)"
+    )
     disable_cuda_graph: bool = flag(False, "no CUDA graphs (there are none yet)")
     disable_cuda_graph_padding: bool = flag(False, "accepted for scripts", hint=_GRAPHS)
     cuda_graph_max_bs_decode: int | None = flag(
