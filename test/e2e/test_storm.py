@@ -17,7 +17,7 @@ import pytest
 from e2e.server import Server, check_statistics, frames, generate_body, running_server, speculative
 
 NUM_CLIENTS = 32
-POOL_TOKENS, CONTEXT = 512, 320
+POOL_TOKENS, CONTEXT = 448, 320
 SHORT_OUTPUT, LONG_OUTPUT = 24, 120
 PROBE = "the same before and after"
 FIRST_ID, END_ID = 4, 260  # of the tokens that a prompt is made of
@@ -37,7 +37,7 @@ def small_pool(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("storm") / "log"
-    flags = ["--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "12"]
+    flags = ["--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "16"]
     flags += ["--context-length", str(CONTEXT), "--ragged-verify-mode", request.param]
     flags += ["--chunked-prefill-size", "64", "--decode-log-interval", "1000"]
     with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
