@@ -26,6 +26,8 @@ from flashspark.ipc import (
     MetricSample,
     MetricsReply,
     MetricsRequest,
+    PauseRequest,
+    ProfileRequest,
     RequestOutput,
     SchedulerChannel,
     SchedulerFailed,
@@ -150,7 +152,7 @@ class FakeScheduler:
         self.last_beat_s = 0.0
         self.context_length = args.context_length or CONTEXT_LENGTH
         self.pool = args.max_total_tokens or 8 * self.context_length
-        self.max_running = args.max_running_requests or 8
+        self.num_stepping = self.max_running = args.max_running_requests or 8
         self.info_record: bytes | None = None
 
     def ready(self) -> SchedulerReady:
@@ -177,10 +179,16 @@ class FakeScheduler:
                         self.channel.send(SetStateReply(message.query_id, self.set_state(message.values)))
                     case FlushCacheRequest():
                         self.channel.send(FlushCacheReply(message.query_id, not self.running))
+                    case PauseRequest():
+                        self.num_stepping = 0 if message.mode else self.max_running
+                        self.channel.send(SetStateReply(message.query_id))
+                    case ProfileRequest():
+                        refusal = None if message.options else "no trace is being recorded"
+                        self.channel.send(SetStateReply(message.query_id, refusal))
                     case Shutdown():
                         return
             now = time.monotonic()
-            for running in list(self.running.values())[: self.max_running]:
+            for running in list(self.running.values())[: self.num_stepping]:
                 if running.next_step_s <= now:
                     self.step(running, now)
             if now - self.last_beat_s > 0.2:

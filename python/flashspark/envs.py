@@ -54,8 +54,16 @@ def _parse_bool(text: str) -> bool:
 RAGGED_VERIFY_MODE = EnvVar("SGLANG_RAGGED_VERIFY_MODE", "static", str)
 # /health turns 503 when the step loop has shown no progress for so long; shown in /server_info.
 HEALTH_CHECK_TIMEOUT_S = EnvVar("SGLANG_HEALTH_CHECK_TIMEOUT", 20.0, float)
+# Seconds a request may wait for its first row, and run from then on, before it is ended with 503; -1: any. Both in
+# /server_info.
+REQ_WAITING_TIMEOUT_S = EnvVar("SGLANG_REQ_WAITING_TIMEOUT", -1.0, float)
+REQ_RUNNING_TIMEOUT_S = EnvVar("SGLANG_REQ_RUNNING_TIMEOUT", -1.0, float)
+# 0: /health says no more than that the server takes requests, whatever the step loop does; shown in /server_info.
+HEALTH_ENDPOINT_GENERATION = EnvVar("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", True, _parse_bool)
 # Seconds an idle connection is kept; shown in /server_info.
 KEEP_ALIVE_TIMEOUT_S = EnvVar("SGLANG_TIMEOUT_KEEP_ALIVE", 5, int)
+# Where /start_profile writes by default.
+TORCH_PROFILER_DIR = EnvVar("SGLANG_TORCH_PROFILER_DIR", "", str)
 # Measured cost tables are cached below it.
 XDG_CACHE_HOME = EnvVar("XDG_CACHE_HOME", "", str)
 
@@ -73,10 +81,12 @@ RECORD_COMPONENTS = ("core", "step_cpu_time", "reqs")
 GPU_RECORD_COMPONENTS = ("step_gpu_time", "draft_gpu_time", "target_verify_gpu_time")
 
 # Would change what the server does, and is not built yet: refused at start-up rather than ignored.
-UNAVAILABLE: tuple[EnvVar[float] | EnvVar[bool], ...] = (
-    EnvVar("SGLANG_REQ_WAITING_TIMEOUT", -1.0, float),
-    EnvVar("SGLANG_REQ_RUNNING_TIMEOUT", -1.0, float),
+UNAVAILABLE: tuple[EnvVar[bool] | EnvVar[int] | EnvVar[str], ...] = (
     EnvVar("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", False, _parse_bool),
+    EnvVar("SGLANG_RECORD_STEP_TIME", False, _parse_bool),
+    EnvVar("SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH", "", str),
+    EnvVar("SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS", 2, int),
+    EnvVar("SGLANG_DSPARK_LOG_SPS_PRED_INTERVAL", 0, int),
 )
 
 

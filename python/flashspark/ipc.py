@@ -82,6 +82,21 @@ class SetStateRequest(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, bool | int | float | str | None]
 
 
+class PauseRequest(msgspec.Struct, frozen=True, tag=True):
+    """Stops the step loop, or lets it go on (mode None); answered by one `SetStateReply`. In flight requests are
+    aborted by the API, give up rows and pages (`retract`), or stay as they are."""
+
+    query_id: int
+    mode: Literal["abort", "retract", "in_place"] | None
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, tag=True):
+    """Begins a trace of the step loop, or ends it (options None); answered by one `SetStateReply`."""
+
+    query_id: int
+    options: dict[str, bool | int | float | str | list[str]] | None
+
+
 class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for one `MetricsReply` with the same `query_id`."""
 
@@ -163,6 +178,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     num_running_reqs: int
     num_queue_reqs: int
     num_used_tokens: int
+    num_queue_tokens: int = 0  # known tokens of the requests that wait
 
 
 class StateReply(msgspec.Struct, frozen=True, tag=True):
@@ -199,7 +215,7 @@ class MetricsReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetStateReply(msgspec.Struct, frozen=True, tag=True):
-    """Whether the settings were changed; where not, nothing was, and `refusal` says why."""
+    """Whether what was asked for was done; where not, nothing was, and `refusal` says why."""
 
     query_id: int
     refusal: str | None = None
@@ -212,7 +228,7 @@ class FlushCacheReply(msgspec.Struct, frozen=True, tag=True):
     flushed: bool
 
 
-Query = StateRequest | MetricsRequest | SetStateRequest | FlushCacheRequest
+Query = StateRequest | MetricsRequest | SetStateRequest | FlushCacheRequest | PauseRequest | ProfileRequest
 Reply = StateReply | MetricsReply | SetStateReply | FlushCacheReply
 ToScheduler = GenerateRequest | AbortRequest | Query | Shutdown
 FromScheduler = RequestOutput | SchedulerReady | SchedulerFailed | Heartbeat | Reply

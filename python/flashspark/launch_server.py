@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import shlex
 import shutil
 import socket
@@ -42,6 +43,8 @@ SCHEDULER_COMMAND = (sys.executable, "-m", "flashspark.scheduler.process")
 _LEAVE_SECONDS = 5.0  # what a scheduler gets to leave by itself, and open responses to be written
 _ABORT_SECONDS = 3.0  # what it gets, when draining has taken too long, to end what still runs
 _WATCH_SECONDS = 1.0  # between two looks at the scheduler
+_MAX_HEADER_BYTES = 64 << 10  # request line and headers
+_MAX_OPEN_FILES = 65536
 _MAX_IPC_PATH = 90  # a socket's path may have 107 bytes
 
 
@@ -79,6 +82,7 @@ def run(args: ServerArgs, command: str, scheduler_command: Sequence[str] = SCHED
     """Runs a server to its end and returns the exit code. Tests name another scheduler."""
     for line in args.warnings():
         logger.warning("%s", line)
+    _raise_file_limit()
     folder: str | None = None
     try:
         listener = _listen(args.host, args.port)
@@ -91,6 +95,15 @@ def run(args: ServerArgs, command: str, scheduler_command: Sequence[str] = SCHED
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _raise_file_limit() -> None:
+    """Each connection takes a file descriptor, and many systems give 1,024 to whoever does not ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system may have limits of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _run_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -149,6 +162,8 @@ def _http_config(args: ServerArgs, app: StartupGate) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         server_header=False,
+        http="h11",  # also where another parser is installed: the limit is one of this one
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         timeout_keep_alive=envs.KEEP_ALIVE_TIMEOUT_S.get(),
         timeout_graceful_shutdown=int(_LEAVE_SECONDS),
     )

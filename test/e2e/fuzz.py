@@ -8,6 +8,7 @@ without anybody's doing: by its entry in `GRAMMAR` where it has one, else by wha
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import http.client
@@ -39,6 +40,8 @@ WORDS = ("def", " x", "(", ")", ":\n", " é", "日本", "🎉", "\t", "\\", '"',
 
 # What is asked how often: the routes that generate carry most of the surface.
 WEIGHTS = {"/generate": 30, "/v1/completions": 25, "/v1/chat/completions": 25}
+# Asked alone, since they hold up everybody else, and what undoes them.
+ALONE = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 LOOKS = (  # requests without a body
     *("/health", "/ready", "/ping", "/", "/v1/models", "/v1/models/tiny", "/v1/models/other", "/model_info"),
     *(
@@ -143,6 +146,11 @@ GRAMMAR: dict[str, Callable[[Draw], Any]] = {
     "chat_template_kwargs": lambda draw: {"enable_thinking": draw.random() < 0.5},
     "metadata": lambda draw: {"who": text(draw)},
     "abort_all": lambda draw: draw.random() < 0.1,
+    "output_dir": lambda draw: "",  # the default
+    "profile_prefix": lambda draw: "fuzz",
+    "activities": lambda draw: ["CPU"],
+    "start_step": lambda draw: "0",
+    "num_steps": lambda draw: draw.choice([0, 1, "2"]),
     "server_args": lambda draw: draw.choice(
         [
             *({"speculative_accept_threshold_single": 1.0}, {"speculation": True}, {"no_such_setting": 1}),
@@ -243,7 +251,7 @@ def case(seed: int, index: int) -> Case:
         return Case(
             draw.choice(["GET", "GET", "HEAD", "OPTIONS", "DELETE"]), draw.choice(LOOKS), is_valid=False
         )
-    paths = list(BODIES)
+    paths = [path for path in BODIES if path not in ALONE and path not in ALONE.values()]
     path = draw.choices(paths, [WEIGHTS.get(path, 3) for path in paths])[0]
     model = BODIES[path]
     always = set(NEEDED.get(model, ()))
@@ -271,6 +279,14 @@ def case(seed: int, index: int) -> Case:
     if draw.random() < 0.02:
         method, is_valid = draw.choice(["PUT", "PATCH", "DELETE"]), False
     return Case(method, path, content, headers, fields, is_valid)
+
+
+def alone(seed: int, index: int, path: str) -> Case:
+    """A valid request for a path of `ALONE`, with every field."""
+    model = BODIES[path]
+    body = body_of(model, Draw(f"{seed}:{index}:{path}"), set(), rate=1)
+    headers = {"content-type": "application/json"}
+    return Case("POST", path, json.dumps(body).encode(), headers, set(fields_of(model, body)))
 
 
 def _agree(model: type[RequestModel], body: dict[str, Any]) -> None:
@@ -426,10 +442,34 @@ def send(port: int, one: Case, timeout_s: float = 120) -> tuple[int, bytes]:
 
 
 def fuzz(port: int, num_requests: int, seed: int, first: int = 0) -> Outcome:
-    """Sends requests `first` … `first + num_requests - 1` of a seed, some at once, and judges every answer."""
+    """Sends requests `first` … `first + num_requests - 1` of a seed, some at once, and judges every answer. Before
+    them, each path of `ALONE` once."""
     outcome = Outcome()
+    for path, undo in ALONE.items():
+        one = alone(seed, first, path)
+        outcome.add(one, *send(port, one))
+        send(port, Case("POST", undo))
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         cases = (case(seed, first + i) for i in range(num_requests))
         for one, (status, answer) in pool.map(lambda one: (one, send(port, one)), cases):
             outcome.add(one, status, answer)
     return outcome
+
+
+def main() -> None:
+    """Process entry: fuzzes a server of the tiny pair that runs already."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--num-requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="index of the first request")
+    options = parser.parse_args()
+    outcome = fuzz(options.port, options.num_requests, options.seed, options.first)
+    print(f"{dict(outcome.statuses)}, never answered: {sorted(every_field() - outcome.answered)}")
+    print("\n".join(outcome.failures) or "no failures")
+
+
+if __name__ == "__main__":
+    main()

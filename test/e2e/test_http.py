@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -243,3 +245,80 @@ def test_frames_of_fewer_tokens_on_request(server: Server) -> None:
     counts = [len(frame["output_ids"]) for frame in stream(server, "/generate", body)]
     assert all(after - before >= 10 for before, after in pairwise([0, *counts[:-1]]))
     assert counts[-1] == 45
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_go_on(server: Server, mode: str) -> None:
+    """Nothing moves meanwhile, and the answer is what it would have been."""
+    options = {"max_new_tokens": 300, "ignore_eos": True}
+    expected = server.generate("to be continued", **options)["output_ids"]
+    before = server.wait_idle()["num_retractions"]
+    answers: list[httpx.Response] = []
+    body = generate_body("to be continued", **options)
+    thread = threading.Thread(target=lambda: answers.append(server.http.post("/generate", json=body)))
+    thread.start()
+    server.wait_running(1)
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as operator:
+        answer = operator.post("/pause_generation", json={"mode": mode})
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+        paused = server.state()
+        assert operator.get("/ready").status_code == operator.get("/health_generate").status_code == 503
+        assert operator.get("/health").status_code == 200
+        assert server.state()["num_steps"] == paused["num_steps"]
+        is_running = paused["num_running_reqs"] + paused["num_queue_reqs"] == 1
+        assert operator.post("/continue_generation").json()["status"] == "ok"
+        assert operator.get("/ready").status_code == 200
+    thread.join(60)
+    assert answers[0].json()["output_ids"] == expected
+    retracted = server.wait_idle()["num_retractions"] - before
+    assert retracted == (mode == "retract" and is_running)
+
+
+def test_pause_ends_what_runs_by_default(server: Server) -> None:
+    body = generate_body("endless", max_new_tokens=LONG, ignore_eos=True, stream=True)
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as operator:
+        with server.http.stream("POST", "/generate", json=body) as response:
+            chunks = response.iter_raw()
+            raw = next(chunks)
+            assert operator.post("/pause_generation").status_code == 200
+            raw += b"".join(chunks)
+        reason = frames(raw)[-1]["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["message"]) == ("abort", "aborted by /pause_generation")
+        assert operator.post("/continue_generation", json={}).status_code == 200
+
+
+def test_a_trace_of_the_steps(server: Server, tmp_path: Path) -> None:
+    assert server.http.post("/stop_profile").status_code == 400
+    options = {"output_dir": str(tmp_path / "traces"), "num_steps": "3", "activities": ["CPU", "GPU"]}
+    body = options | {
+        "profile_by_stage": False,
+        "profile_stages": None,
+        "profile_prefix": "p",
+        "start_step": None,
+    }
+    assert server.http.post("/start_profile", json=body).text == "Start profiling.\n"
+    again = server.http.post("/start_profile")
+    assert (again.status_code, "/stop_profile" in again.text) == (400, True)
+    server.generate("traced", max_new_tokens=20, ignore_eos=True)
+    (trace,) = poll("a trace", lambda: list((tmp_path / "traces").glob("p-*-TP-0.trace.json.gz")))
+    poll("the trace is written", lambda: f"written to {trace}" in server.log)
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert any(name.startswith("aten::") for name in names if name)
+    assert server.http.post("/start_profile", json={"activities": ["TPU"]}).status_code == 400
+    unwritable = server.http.post("/start_profile", json={"output_dir": "/proc/nowhere"})
+    assert (unwritable.status_code, "output_dir" in unwritable.text) == (400, True)
+    assert server.http.post("/start_profile", json={"output_dir": str(tmp_path / "more")}).status_code == 200
+    server.generate("traced", max_new_tokens=4, ignore_eos=True)
+    assert server.http.get("/stop_profile").text == "Stop profiling.\n"
+    assert len(list((tmp_path / "more").iterdir())) == 1
+
+
+def test_loads(server: Server) -> None:
+    server.generate("load", max_new_tokens=4, ignore_eos=True)
+    body = server.http.get("/v1/loads").json()
+    assert (body["accelerator"], body["num_accelerators"]) == ("cpu", 0)
+    (load,) = body["loads"]
+    assert (load["dp_rank"], load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0, 0)
+    assert (load["max_total_num_tokens"], load["max_running_requests"]) == (16 * CONTEXT, 16)
+    assert load["memory"]["token_capacity"] == 16 * CONTEXT
+    assert load["speculative"]["accept_length"] >= 1

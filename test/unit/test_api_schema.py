@@ -43,7 +43,7 @@ MODELS: dict[type[RequestModel], dict] = {model: {} for model in BODIES.values()
 MODELS[BODIES["/detokenize"]] = {"tokens": [1]}
 MODELS[BODIES["/set_internal_state"]] = {"server_args": {}}
 
-# One good value per honoured field, where a default would not do as an example.
+# One good value per honoured field (or `Model.field`), where a default would not do as an example.
 GOOD: dict[str, object] = {
     "prompt": "text",
     "text": "text",
@@ -96,6 +96,11 @@ GOOD: dict[str, object] = {
     "mode": "off",
     "max_verify_len": 4,
     "model": "m",
+    "PauseBody.mode": "retract",
+    "output_dir": "traces",
+    "activities": ["CPU", "GPU"],
+    "profile_prefix": "run-1",
+    "num_steps": "5",
 }
 WRONG = {"bool": "yes", "str": 5}
 
@@ -119,7 +124,8 @@ def refusal(model: type[RequestModel], body: object) -> RequestError:
 @pytest.mark.parametrize(("model", "name"), fields(honoured=True))
 def test_honoured_field_takes_good_values_and_null(model, name):
     info = model.model_fields[name]
-    good = GOOD[name] if name in GOOD else not info.default if isinstance(info.default, bool) else 1
+    good = not info.default if isinstance(info.default, bool) else 1
+    good = GOOD.get(f"{model.__name__}.{name}", GOOD.get(name, good))
     parsed = model.parse({**MODELS[model], name: good})
     assert name in parsed.model_fields_set
     if not info.is_required() and name not in model.NULLABLE:

@@ -276,8 +276,9 @@ def test_environment_values(caplog):
     assert timeout.get({"SGLANG_HEALTH_CHECK_TIMEOUT": "soon"}) == 20
     assert "SGLANG_HEALTH_CHECK_TIMEOUT" in caplog.text
     assert envs.unavailable_settings({}) == []
-    assert envs.unavailable_settings({"SGLANG_REQ_RUNNING_TIMEOUT": "-1"}) == []
-    assert envs.unavailable_settings({"SGLANG_REQ_RUNNING_TIMEOUT": "9"}) == ["SGLANG_REQ_RUNNING_TIMEOUT"]
+    name = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
+    assert envs.unavailable_settings({name: "0"}) == []
+    assert envs.unavailable_settings({name: "1"}) == [name]
 
 
 @pytest.mark.parametrize(

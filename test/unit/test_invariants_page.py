@@ -1,4 +1,5 @@
-"""docs/invariants.md: every invariant has a test, every lesson a test or a reason, and every test named exists."""
+"""docs/invariants.md: every invariant has a test, every lesson a test or a reason; the tests that it and docs/faults.md
+name exist."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ def missing_tests(page: str) -> list[str]:
     return missing
 
 
-def test_every_test_named_exists() -> None:
-    assert not missing_tests(PAGE)
-    assert len(TEST.findall(PAGE)) == PAGE.count("::")  # none in a spelling that is not looked at
+@pytest.mark.parametrize("name", ["invariants.md", "faults.md"])
+def test_every_test_named_exists(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text()
+    assert not missing_tests(page)
+    assert len(TEST.findall(page)) == page.count("::")  # none in a spelling that is not looked at
+
+
+def test_a_missing_test_is_noticed() -> None:
     assert missing_tests("`test/unit/test_invariants_page.py::gone`, `test/gone.py::test_x`") == [
         "test/unit/test_invariants_page.py::gone",
         "test/gone.py::test_x",

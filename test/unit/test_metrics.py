@@ -142,7 +142,12 @@ def test_a_scheduler_that_does_not_answer_leaves_the_rest(model, monkeypatch):
 
     assert EngineClient.metrics.__defaults__ == (5.0,)
     with FakeServer(model, "--enable-metrics") as server:
-        server.client.post("/generate", json={"input_ids": [70], "sampling_params": {"max_new_tokens": 4}})
+        body = {"input_ids": [70], "sampling_params": {"max_new_tokens": 4, "sampling_seed": -5}}
+        info = server.client.post("/generate", json=body).json()["meta_info"]
+        assert info["queue_time"] == QUEUE_SECONDS
+        assert 0 < info["first_token_latency"] < info["e2e_latency"]
+        assert info["request_received_ts"] < info["response_sent_to_client_ts"]
+        assert info.get("decode_throughput", 1) > 0  # absent where all tokens came at once
         server.client.post("/generate", json={"input_ids": [70], "sampling_params": {"sampling_seed": -1002}})
         samples = samples_of(server)
     assert value(samples, "num_requests_total") == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 
 import msgspec
 import pytest
@@ -82,6 +84,25 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     cache(tmp_path / "file").store(STORED)
     assert "is not cached" in caplog.text
     assert cache(tmp_path / "file").load() is None
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_no_rubbish(tmp_path, caplog, monkeypatch):
+    mkstemp = tempfile.mkstemp
+
+    def on_a_full_disk(**options):
+        number, name = mkstemp(**options)
+        os.close(number)
+        return os.open("/dev/full", os.O_WRONLY), name
+
+    monkeypatch.setattr(tempfile, "mkstemp", on_a_full_disk)
+    cache(tmp_path).store(STORED)
+    assert "the cost table is not cached" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    assert cache(tmp_path).load() is None
+    monkeypatch.undo()
+    cache(tmp_path).store(STORED)
+    assert cache(tmp_path).load() == STORED
 
 
 def test_the_folder_follows_the_desktop_standard(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import flashspark
-from flashspark.ipc import SamplingParams
+from flashspark.ipc import SamplingParams, SchedulerReady
 
 from .context import ServerContext
 from .engine_client import EngineClient, EngineDead
@@ -39,7 +39,7 @@ async def health(request: Request, context: ServerContext) -> Response:
 
 async def health_generate(request: Request, context: ServerContext) -> Response:
     """One token through the whole engine."""
-    if not context.healthy:
+    if not context.healthy or context.paused:
         return Response(status_code=503)
     try:
         await unless_disconnected(request.receive, probe(context))
@@ -57,6 +57,11 @@ async def probe(context: ServerContext) -> None:
         await asyncio.wait_for(generation.run(), context.health_timeout_s)
     finally:
         generation.close()
+
+
+async def ready(request: Request, context: ServerContext) -> Response:
+    """Whether requests are taken and worked on."""
+    return Response(status_code=200 if context.serving and not context.paused else 503)
 
 
 async def root(request: Request, context: ServerContext) -> Response:
@@ -139,7 +144,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         **tiers,
         "context_length": ready.context_length,
         "effective_max_running_requests_per_dp": ready.max_running_requests,
-        "memory_usage": {"token_capacity": ready.max_total_num_tokens},
+        "memory_usage": kv_memory(ready),
         "world_size": 1,
         **state,
     }
@@ -156,6 +161,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         "max_req_input_len": context.limits.longest_prompt,
         "startup_time": context.startup_seconds,
         "health_check_timeout": context.health_timeout_s,
+        "enable_health_endpoint_generation": context.health_asks_engine,
         "version": flashspark.__version__,
         "frontend": "flashspark",
         "num_requests_in_flight": context.engine.num_in_flight,
@@ -171,24 +177,15 @@ def _fixed_tiers(buckets: Any) -> dict[str, Any]:
     if not isinstance(buckets, list) or not buckets:
         return {}
     decode = {"backend": "full", "bs": buckets, "max_bs": buckets[-1]}
-    return {"disable_cuda_graph": False, "cuda_graph_config": {"decode": decode}}
+    graphs = {"decode": decode, "prefill": {"backend": "disabled"}}
+    return {"disable_cuda_graph": False, "cuda_graph_config": graphs, "decode_cuda_graph_bs": buckets}
 
 
-async def get_load(request: Request, context: ServerContext) -> Response:
-    """One entry per data-parallel rank; routers poll it."""
-    beat = context.engine.heartbeat
-    return json_response(
-        [
-            {
-                "dp_rank": 0,
-                "num_reqs": beat.num_running_reqs + beat.num_queue_reqs,
-                "num_waiting_reqs": beat.num_queue_reqs,
-                "num_tokens": beat.num_used_tokens,
-                "num_pending_tokens": 0,
-                "ts_tic": time.perf_counter(),
-            }
-        ]
-    )
+def kv_memory(ready: SchedulerReady) -> dict[str, Any]:
+    """What the KV pool takes, in GiB and in tokens."""
+    bytes_per_token = ready.info.get("kv_bytes_per_token")
+    size = bytes_per_token * ready.max_total_num_tokens / 2**30 if isinstance(bytes_per_token, int) else None
+    return {"kvcache": size, "token_capacity": ready.max_total_num_tokens}
 
 
 async def abort_request(request: Request, context: ServerContext) -> Response:

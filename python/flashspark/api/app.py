@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import flashspark
 
-from . import admin, dashboard, metrics, native, openai, text_routes
+from . import admin, control, dashboard, loads, metrics, native, openai, text_routes
 from .context import ServerContext
 from .errors import RequestError, error_response, unavailable
 from .http_metrics import HttpMetricsMiddleware
@@ -37,7 +38,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/v1/detokenize", ("POST",), text_routes.detokenize),
     ("/health", ("GET", "HEAD"), admin.health),
     ("/health_generate", ("GET",), admin.health_generate),
-    ("/ready", ("GET", "HEAD"), admin.ping),
+    ("/ready", ("GET", "HEAD"), admin.ready),
     ("/ping", ("GET", "HEAD"), admin.ping),
     ("/", ("GET", "HEAD"), admin.root),
     ("/model_info", ("GET",), admin.model_info),
@@ -48,10 +49,15 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/metrics/{path:path}", ("GET",), metrics.metrics),
     ("/dashboard", ("GET", "HEAD"), dashboard.dashboard),
     ("/dashboard/state", ("GET",), dashboard.dashboard_state),
-    ("/get_load", ("GET",), admin.get_load),
+    ("/get_load", ("GET",), loads.get_load),
+    ("/v1/loads", ("GET",), loads.loads),
     ("/abort_request", ("POST",), admin.abort_request),
     ("/flush_cache", ("GET", "POST"), admin.flush_cache),
     ("/set_internal_state", ("POST", "PUT"), admin.set_internal_state),
+    ("/pause_generation", ("POST",), control.pause_generation),
+    ("/continue_generation", ("POST",), control.continue_generation),
+    ("/start_profile", ("GET", "POST"), control.start_profile),
+    ("/stop_profile", ("GET", "POST"), control.stop_profile),
 )
 
 
@@ -80,7 +86,7 @@ def create_app(context: ServerContext) -> FastAPI:
             name=handler.__name__,
             operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_') or 'root'}",
             summary=(handler.__doc__ or "").strip(),
-            openapi_extra=_request_schema(path),
+            openapi_extra=_document(path),
             response_class=Response,
         )
     app.add_exception_handler(RequestError, _refused)
@@ -101,13 +107,17 @@ def _endpoint(handler: Handler, context: ServerContext) -> Callable[[Request], A
     return endpoint
 
 
-def _request_schema(path: str) -> dict[str, Any] | None:
-    """Bodies are parsed by hand (limits, strictness, shapes of errors); the document still describes them."""
+def _document(path: str) -> dict[str, Any]:
+    """Bodies are parsed by hand (limits, strictness, shapes of errors); the OpenAPI document still describes them."""
+    text = {"type": "string"}
+    names = re.findall(r"{(\w+)", path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
+    document: dict[str, Any] = {"parameters": parameters} if parameters else {}
     body = BODIES.get(path) or BODIES.get(path.removeprefix("/v1"))
-    if body is None:
-        return None
-    schema = _inline(body.model_json_schema())
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    if body is not None:
+        schema = _inline(body.model_json_schema())
+        document["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return document
 
 
 def _inline(schema: dict[str, Any]) -> dict[str, Any]:

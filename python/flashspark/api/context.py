@@ -54,6 +54,7 @@ class ServerContext:
         self.engine = engine
         self.launch_command = command
         self.status: Status = "starting"
+        self.paused = False  # by /pause_generation
         self.started = time.time()
         self.startup_seconds: float | None = None
         self.limits = Limits.of(engine.ready, args.allow_auto_truncate)
@@ -61,6 +62,7 @@ class ServerContext:
         self.chat_defaults = self._chat_defaults()
         self.native_defaults = self._native_defaults()
         self.metrics = RequestMetrics(args.served_model_name or "") if args.enable_metrics else None
+        self.health_asks_engine = envs.HEALTH_ENDPOINT_GENERATION.get()
         self.health_timeout_s = envs.HEALTH_CHECK_TIMEOUT_S.get()
 
     @property
@@ -85,7 +87,8 @@ class ServerContext:
     @property
     def healthy(self) -> bool:
         """Whether requests are taken and the step loop is alive."""
-        return self.serving and self.engine.heartbeat_age_s < self.health_timeout_s
+        alive = self.engine.heartbeat_age_s < self.health_timeout_s
+        return self.serving and (alive or not self.health_asks_engine)
 
     def _chat_defaults(self) -> dict[str, Any]:
         if self.args.sampling_defaults == "openai":
@@ -106,8 +109,9 @@ class ServerContext:
             raise ArgumentError("--preferred-sampling-params", None, error.message) from None
         return defaults
 
-    async def read_json(self, request: Request, content_type: bool = False) -> Any:
-        """The parsed body; every way in which it is not JSON is a 400."""
+    async def read_json(self, request: Request, content_type: bool = False, empty: Any = None) -> Any:
+        """The parsed body, `empty` (if not None) where there is none; every way in which it is not JSON is a 400."""
+        _check_rank(request)
         declared = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type and declared != "application/json":
             raise RequestError(
@@ -119,6 +123,8 @@ class ServerContext:
             body = await read_body(request, self.args.max_body_bytes)
         except BodyTooLarge as error:
             raise RequestError(str(error), status=413) from None
+        if not body and empty is not None:
+            return empty
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -161,6 +167,14 @@ class ServerContext:
                 )
                 line += f" text={text if level >= 3 else text[:_LOGGED_CHARS]!r}"
             logger.info("%s", line)
+
+
+def _check_rank(request: Request) -> None:
+    """There is one data-parallel rank, 0; the header beats what a body says."""
+    rank = request.headers.get("x-data-parallel-rank")
+    if rank not in (None, "0"):
+        message = f"X-Data-Parallel-Rank: there is rank 0 only, not {rank[:40]!r}"
+        raise RequestError(message, param="X-Data-Parallel-Rank")
 
 
 def _read_json_object(path: Path) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flashspark.ipc import (
     AbortRequest,
@@ -18,6 +18,8 @@ from flashspark.ipc import (
     Heartbeat,
     MetricsReply,
     MetricsRequest,
+    PauseRequest,
+    ProfileRequest,
     Query,
     RequestOutput,
     SchedulerFailed,
@@ -190,6 +192,18 @@ class EngineClient:
         """Empties the prefix cache; False, and nothing, where the scheduler is busy."""
         reply: FlushCacheReply = await self._ask(FlushCacheRequest(next(self._query_ids)), timeout_s)
         return reply.flushed
+
+    async def pause(
+        self, mode: Literal["abort", "retract", "in_place"] | None, timeout_s: float = 30.0
+    ) -> SetStateReply:
+        """Stops the step loop before its next step; None: lets it go on."""
+        return await self._ask(PauseRequest(next(self._query_ids), mode), timeout_s)
+
+    async def profile(
+        self, options: dict[str, bool | int | float | str | list[str]] | None, timeout_s: float = 120.0
+    ) -> SetStateReply:
+        """Begins a trace of the step loop; None: ends it, which takes as long as writing it."""
+        return await self._ask(ProfileRequest(next(self._query_ids), options), timeout_s)
 
     async def _ask(self, query: Query, timeout_s: float) -> Any:
         if self.failure is not None:

@@ -304,6 +304,22 @@ def spec_details(choice: Choice) -> dict[str, Any]:
     return details
 
 
+def _times(choice: Choice, generation: Generation) -> dict[str, Any]:
+    """When an ended answer's parts came, where metrics are kept; `_ts` in seconds since the epoch."""
+    now_s = time.monotonic()
+    times: dict[str, Any] = {
+        "request_received_ts": time.time() - (now_s - generation.started_s),
+        "response_sent_to_client_ts": time.time(),
+        "queue_time": choice.queue_seconds,
+    }
+    first_s, last_s, num_tokens = choice.first_token_s, choice.last_token_s, len(choice.token_ids)
+    if first_s is not None:
+        times["first_token_latency"] = first_s - generation.started_s
+    if first_s is not None and last_s is not None and last_s > first_s:
+        times["decode_throughput"] = (num_tokens - 1) / (last_s - first_s)
+    return times
+
+
 def meta_info(choice: Choice, generation: Generation, weight_version: str) -> dict[str, Any]:
     """`meta_info` of one answer so far; statistics and latency once it has ended."""
     info: dict[str, Any] = {
@@ -320,6 +336,8 @@ def meta_info(choice: Choice, generation: Generation, weight_version: str) -> di
         info["speculation"] = generation.speculation_report
         info |= spec_details(choice)
         info["e2e_latency"] = time.monotonic() - generation.started_s
+        if generation.metrics is not None:
+            info |= _times(choice, generation)
     return info
 
 

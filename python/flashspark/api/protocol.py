@@ -297,6 +297,50 @@ class SetInternalStateBody(RequestModel):
     server_args: Annotated[dict[Identifier, LiveValue], Field(max_length=MAX_LIVE_SETTINGS)]
 
 
+class PauseBody(RequestModel):
+    """`/pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort",
+        description="requests in flight end, start again from their tokens later, or wait where they are",
+    )
+
+
+class ContinueBody(RequestModel):
+    """`/continue_generation` and `/stop_profile`: nothing to say."""
+
+
+def _count(value: Any) -> Any:
+    """Clients of this route send numbers as strings, too."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+
+
+Count = Annotated[int, Field(ge=0, le=INT64 - 1), BeforeValidator(_count)]
+ShortText = Annotated[str, StringConstraints(max_length=1024)]
+
+
+class StartProfileBody(RequestModel):
+    """`/start_profile`: a trace by torch's profiler."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("output_dir", "start_step", "num_steps", "activities", "profile_prefix"),
+        *("with_stack", "record_shapes"),
+    )
+
+    output_dir: ShortText | None = Field(None, description="folder on the server (SGLANG_TORCH_PROFILER_DIR)")
+    start_step: Count | None = Field(None, description="step of the loop to begin at; none: the next one")
+    num_steps: Count | None = Field(None, description="steps to record; none: until /stop_profile")
+    activities: Annotated[list[ShortText], Field(max_length=8)] | None = Field(None, description="CPU, GPU")
+    profile_prefix: Annotated[str, StringConstraints(pattern=r"^[\w.-]{0,64}$")] | None = Field(
+        None, description="beginning of the file's name: letters, digits, '.', '_' and '-'"
+    )
+    with_stack: bool = False
+    record_shapes: bool = False
+    profile_by_stage: Any = neutral(False, remedy="a trace is of all stages")
+    profile_stages: Any = neutral(None, remedy="a trace is of all stages")
+    merge_profiles: Any = neutral(False, remedy="there is one rank, and one trace")
+
+
 # Request models by route, for the OpenAPI document and for the test that walks every field.
 BODIES: dict[str, type[RequestModel]] = {
     "/generate": GenerateBody,
@@ -306,4 +350,8 @@ BODIES: dict[str, type[RequestModel]] = {
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
     "/set_internal_state": SetInternalStateBody,
+    "/pause_generation": PauseBody,
+    "/continue_generation": ContinueBody,
+    "/start_profile": StartProfileBody,
+    "/stop_profile": ContinueBody,
 }

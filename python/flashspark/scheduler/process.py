@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +29,8 @@ from flashspark.ipc import (
     Heartbeat,
     MetricsReply,
     MetricsRequest,
+    PauseRequest,
+    ProfileRequest,
     SchedulerChannel,
     SchedulerFailed,
     SchedulerReady,
@@ -39,7 +43,11 @@ from flashspark.ipc import (
 )
 
 from .build import build_scheduler
+from .deadlines import Deadlines
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .step_profiler import Option, StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +58,43 @@ IDLE_WAIT_MS = 250
 class SchedulerService:
     """Turns the scheduler's loop over the channel until it is told to shut down."""
 
-    def __init__(self, scheduler: Scheduler, channel: SchedulerChannel) -> None:
-        self._scheduler, self._channel = scheduler, channel
+    def __init__(
+        self, scheduler: Scheduler, channel: SchedulerChannel, deadlines: Deadlines | None = None
+    ) -> None:
+        self._scheduler, self._channel, self._deadlines = scheduler, channel, deadlines or Deadlines()
         self._last_heartbeat = 0.0
-        self._stopping = False
+        self._stopping = self._paused = False
+        self._profiler: StepProfiler | None = None
 
     def run(self) -> None:
         """Receive, step, report; waits for messages only when there is nothing to do."""
         while not self._stopping:
-            for message in self._channel.receive_all(0 if self._scheduler.has_work else IDLE_WAIT_MS):
+            for message in self._channel.receive_all(0 if self._may_step else IDLE_WAIT_MS):
                 self._handle(message)
-            if self._scheduler.has_work:
+            if self._may_step:
                 self._scheduler.step()
+                if self._profiler is not None:
+                    self._profiler.tick(self._scheduler.num_steps)
             self._report()
+
+    @property
+    def _may_step(self) -> bool:
+        return self._scheduler.has_work and not self._paused
+
+    def _pause(self, mode: str | None) -> None:
+        self._paused = mode is not None
+        if mode == "retract":
+            self._scheduler.residency.retract_all()
+        logger.info("the step loop %s", f"is paused ({mode})" if self._paused else "goes on")
+
+    def _profile(self, options: Mapping[str, Option] | None) -> str | None:
+        from .step_profiler import StepProfiler  # torch.profiler takes its time to load, and few ask for it
+
+        if self._profiler is None:
+            self._profiler = StepProfiler()
+        if options is None:
+            return self._profiler.stop()
+        return self._profiler.start(options, self._scheduler.num_steps)
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -85,6 +117,11 @@ class SchedulerService:
                 flushed = self._scheduler.flush_cache()
                 logger.info("prefix cache: %s", "flushed" if flushed else "not flushed, requests are running")
                 self._channel.send(FlushCacheReply(message.query_id, flushed))
+            case PauseRequest():
+                self._pause(message.mode)
+                self._channel.send(SetStateReply(message.query_id))
+            case ProfileRequest():
+                self._channel.send(SetStateReply(message.query_id, self._profile(message.options)))
             case Shutdown():
                 self._stopping = True
 
@@ -93,6 +130,7 @@ class SchedulerService:
         if now - self._last_heartbeat < HEARTBEAT_SECONDS:
             return
         self._last_heartbeat = now
+        self._scheduler.expire(self._deadlines, now)
         state = self._scheduler.state()
         self._channel.send(
             Heartbeat(
@@ -100,6 +138,7 @@ class SchedulerService:
                 num_running_reqs=int(state["num_running_reqs"]),
                 num_queue_reqs=int(state["num_queue_reqs"]),
                 num_used_tokens=int(state["num_used_tokens"]),
+                num_queue_tokens=sum(len(request.tokens) for request in self._scheduler.residency.queue),
             )
         )
 
@@ -126,6 +165,12 @@ def prepare_profiling(scheduler: Scheduler, ready: SchedulerReady) -> SchedulerR
     return msgspec.structs.replace(ready, info={**ready.info, **profiling})
 
 
+def read_deadlines() -> Deadlines:
+    """What the environment asks for; a negative value means none."""
+    values = (envs.REQ_WAITING_TIMEOUT_S.get(), envs.REQ_RUNNING_TIMEOUT_S.get())
+    return Deadlines(*(value if value >= 0 else None for value in values))
+
+
 def _leave_with_the_api_process() -> None:
     # Not through sys.stdin: a thread that blocks in its lock aborts the interpreter at a clean exit.
     while os.read(sys.stdin.fileno(), 65536):
@@ -147,12 +192,15 @@ def main() -> int:
         try:
             scheduler, ready = build_scheduler(args, channel.send)
             ready = prepare_profiling(scheduler, ready)
+            deadlines = read_deadlines()
+            info = {"req_waiting_timeout": deadlines.waiting_s, "req_running_timeout": deadlines.running_s}
+            ready = msgspec.structs.replace(ready, info=ready.info | info)
         except ValueError as error:  # a folder, draft or limit that cannot be served: the message says it all
             logger.debug("building the scheduler failed", exc_info=True)
             channel.send(SchedulerFailed(str(error)))
             return 1
         channel.send(ready)
-        SchedulerService(scheduler, channel).run()
+        SchedulerService(scheduler, channel, deadlines).run()
         scheduler.close()
         return 0
     except Exception as error:  # whatever it is, the clients must hear it rather than hang

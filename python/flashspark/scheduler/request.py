@@ -67,7 +67,7 @@ class Request:
     gamma: int  # drafts per step this request may ask for; 0 without speculation
     counts_verify_lens: bool = False  # in the ragged modes, where they say something
     tokens: list[int] = field(init=False)
-    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_s: float = field(default_factory=time.monotonic)  # monotonic
     queue_seconds: float | None = None  # until it first got a row
     row: int = -1
     pages: list[int] = field(default_factory=list)

@@ -36,6 +36,7 @@ class Residency:
         self.num_prompt_tokens = self.num_cached_tokens = (
             0  # of the prompts that were admitted; found in the cache
         )
+        self.entering: Request | None = None  # whom `admit` was giving its row when something went wrong
 
     @property
     def num_free_rows(self) -> int:
@@ -101,6 +102,8 @@ class Residency:
         self.cache.let_go(request.cached_pages)
         self._free_rows.append(request.row)
         request.row, request.pages, request.cached_pages = -1, [], []
+        if self.entering is request:
+            self.entering = None
 
     def publish(self, request: Request, ends: bool = False) -> None:
         """Offers the full pages of a resident's committed tokens to the prefix cache. `ends`: it is about to leave."""
@@ -119,6 +122,11 @@ class Residency:
         """Empties the prefix cache of what nobody holds."""
         self.allocator.free(self.cache.evict(self.cache.num_evictable))
 
+    def retract_all(self) -> None:
+        """Everybody gives up row and pages and returns to the queue."""
+        for request in list(self.residents):
+            self._retract(request)
+
     def _tokens_after_a_step(self, request: Request) -> int:
         return len(request.tokens) - 1 + request.verify_cap
 
@@ -134,6 +142,7 @@ class Residency:
         )
 
     def _enter(self, request: Request, path: list[CachedPage], own_pages: list[int]) -> None:
+        self.entering = request
         pages = [*(node.page for node in path), *own_pages]
         request.row, request.pages, request.cached_pages = self._free_rows.pop(), pages, path
         request.num_pages_found, request.context_len = len(path), len(path) * self._page_size
@@ -151,6 +160,7 @@ class Residency:
         self._worker.assign(
             request.row, request.row_sampling, prompt, output, request.num_verify_steps, request.gamma > 0
         )
+        self.entering = None
 
     def _cover(self, request: Request) -> bool:
         """Extends the pages over the next step; False if the request itself had to give way."""

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,6 +24,8 @@ from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .charts import chart_state
+from .deadlines import Deadlines
+from .isolation import decode_apart, failure
 from .live_settings import LiveSettings, Value
 from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
@@ -106,7 +109,17 @@ class Scheduler:
             self._send(RequestOutput(message.request_id, [], FinishReason("length")))
             return
         self._num_arrivals += 1
-        request = Request(
+        try:
+            request = self._make_request(message)
+        except Exception as error:  # a bug that this request has hit: the others go on
+            logger.error("request %r failed", message.request_id, exc_info=error)
+            self._send(RequestOutput(message.request_id, [], failure(error)))
+            return
+        self._requests[request.request_id] = request
+        self.residency.enqueue(request)
+
+    def _make_request(self, message: GenerateRequest) -> Request:
+        return Request(
             message=message,
             arrival=self._num_arrivals,
             seed=self._seed_for(message),
@@ -114,8 +127,15 @@ class Scheduler:
             gamma=self._worker.gamma if self._worker.speculates and message.speculation != "off" else 0,
             counts_verify_lens=self._worker.adaptive is not None,
         )
-        self._requests[request.request_id] = request
-        self.residency.enqueue(request)
+
+    def expire(self, deadlines: Deadlines, now_s: float) -> None:
+        """Ends requests that have waited or run for too long; to be called now and then. With 503: what waits too
+        long here may be served elsewhere."""
+        for request in list(self._requests.values()):
+            message = deadlines.missed(request, now_s)
+            if message is not None:
+                self.totals["aborted"] += 1
+                self._end(request, [], FinishReason("abort", message=message, status_code=503))
 
     def abort(self, request_ids: Iterable[str], message: str) -> None:
         """Ends requests wherever they are; ids that are unknown or already ended are passed over."""
@@ -129,7 +149,7 @@ class Scheduler:
     def step(self) -> None:
         """One turn: admit, one prefill chunk, one decode step."""
         started = time.perf_counter()
-        self.residency.admit()
+        self._admit()
         num_prefill_tokens = self._prefill()
         running = self.residency.grow([r for r in self.residency.residents if r.is_decodable])
         record = self._decode(running) if running else StepRecord()
@@ -307,12 +327,32 @@ class Scheduler:
             self.residency.publish(request)
         return self.limits.chunked_prefill_size - budget
 
+    def _admit(self) -> None:
+        """Fills free rows. A request whose own settings cannot be put in place fails alone."""
+        while True:
+            try:
+                return self.residency.admit()
+            except Exception as error:
+                request = self.residency.entering
+                if request is None:
+                    raise
+                self._fail(request, error)
+
     def _decode(self, running: list[Request]) -> StepRecord:
         """One verify step of `running`; its part of the turn's record."""
+        try:
+            return self._decode_together(running)
+        except torch.AcceleratorError:  # the device is lost, and with it every request
+            raise
+        except Exception as error:
+            logger.error("a step failed, of requests %r", [r.request_id for r in running], exc_info=error)
+            return decode_apart(running, error, partial(self._decode_together, planned=False), self._fail)
+
+    def _decode_together(self, running: list[Request], planned: bool = True) -> StepRecord:
         row_list = [request.row for request in running]
         cap_list = [request.verify_cap for request in running]
         rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
-        plan = self._plan(running, row_list, cap_list)
+        plan = self._plan(running, row_list, cap_list) if planned else None
         batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan)
         started = time.perf_counter()
         accepted = self._worker.decode(batch)
@@ -333,7 +373,11 @@ class Scheduler:
                 self._end(request, [], _NOT_FINITE)
                 continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
-            kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
+            try:
+                kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
+            except Exception as error:  # a bug in what looks for its end
+                self._fail(request, error)
+                continue
             num_kept[i] = len(kept)
             if num_uncapped is not None:
                 ended = finish is not None
@@ -383,11 +427,17 @@ class Scheduler:
             [request.num_steps_without_draft for request in running],
         )
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends a request that a bug has hit."""
+        logger.error("request %r failed", request.request_id, exc_info=error)
+        self.totals["aborted"] += 1
+        self._end(request, [], failure(error))
+
     def _end(self, request: Request, token_ids: list[int], finish: FinishReason) -> None:
         """Frees what the request holds, then says so: a client that hears it may count on the capacity."""
         del self._requests[request.request_id]
         if request.row >= 0:
-            self.residency.release(request, publish=finish is not _NOT_FINITE)
+            self.residency.release(request, publish=finish.status_code != 500)
         else:
             self.residency.queue.remove(request)
         self._send(self._output(request, token_ids, finish))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
@@ -29,6 +29,16 @@ class StepRecord:
     mode: str = VerifyMode.STATIC.value  # how its blocks were verified
     plan: Plan | None = None  # None in static mode, and where nothing decoded
     reqs: Sequence[RequestRecord] = ()  # where records of requests are kept
+
+    @classmethod
+    def joined(cls, records: Sequence[StepRecord]) -> StepRecord:
+        """One turn's record, of requests that ran one after the other. None was planned."""
+        if not records:
+            return cls()
+        counts = ("num_reqs", "num_verify_tokens", "num_rows_run", "num_output_tokens", "num_full_tokens")
+        sums = {name: sum(getattr(record, name) for record in records) for name in counts}
+        reqs = [req for record in records for req in record.reqs]
+        return replace(records[0], **sums, num_uncapped_tokens=None, reqs=reqs)
 
 
 @dataclass(frozen=True)

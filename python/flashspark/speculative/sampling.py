@@ -116,7 +116,7 @@ class SamplingRows:
 
     def release(self, row: int) -> None:
         """Gives `row` back."""
-        self._params.pop(row)
+        self._params.pop(row, None)  # absent where `assign` failed
         self._adjustments.pop(row, None)
 
     @property
