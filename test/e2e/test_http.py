@@ -253,25 +253,26 @@ def test_pause_and_go_on(server: Server, mode: str) -> None:
     options = {"max_new_tokens": 300, "ignore_eos": True}
     expected = server.generate("to be continued", **options)["output_ids"]
     before = server.wait_idle()["num_retractions"]
-    answers: list[httpx.Response] = []
-    body = generate_body("to be continued", **options)
-    thread = threading.Thread(target=lambda: answers.append(server.http.post("/generate", json=body)))
-    thread.start()
-    server.wait_running(1)
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as operator:
+    body = generate_body("to be continued", **options, stream=True)
+    with (
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as operator,
+        server.http.stream("POST", "/generate", json=body) as response,
+    ):
+        chunks = response.iter_raw()
+        raw = next(chunks)
         answer = operator.post("/pause_generation", json={"mode": mode})
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-        paused = server.state()
+        (paused,) = operator.get("/server_info").json()["internal_states"]
         assert operator.get("/ready").status_code == operator.get("/health_generate").status_code == 503
         assert operator.get("/health").status_code == 200
-        assert server.state()["num_steps"] == paused["num_steps"]
-        is_running = paused["num_running_reqs"] + paused["num_queue_reqs"] == 1
+        (later,) = operator.get("/server_info").json()["internal_states"]
+        assert later["num_steps"] == paused["num_steps"]
         assert operator.post("/continue_generation").json()["status"] == "ok"
         assert operator.get("/ready").status_code == 200
-    thread.join(60)
-    assert answers[0].json()["output_ids"] == expected
+        raw += b"".join(chunks)
+    assert frames(raw)[-1]["output_ids"] == expected
     retracted = server.wait_idle()["num_retractions"] - before
-    assert retracted == (mode == "retract" and is_running)
+    assert retracted == (paused["num_queue_reqs"] if mode == "retract" else 0)
 
 
 def test_pause_ends_what_runs_by_default(server: Server) -> None:
