@@ -8,6 +8,8 @@ import time
 import pytest
 
 from fake_server import FakeServer
+from flashspark.api.app import ROUTES
+from flashspark.api.middleware import KeyMiddleware, auth_class
 from tiny_models import write_tokenizer
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -28,6 +30,41 @@ def server(tmp_path_factory):
 def test_management_wants_the_admin_key(server, path):
     assert server.client.post(path).status_code == 401
     assert server.client.post(path, headers={"authorization": "Basic admin"}).status_code == 401
+
+
+def test_keys_may_have_letters_beyond_ascii():
+    guard = KeyMiddleware(None, "schlüssel", None)
+
+    def allowed(header: bytes) -> bool:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/generate",
+            "headers": [(b"authorization", header)],
+        }
+        return guard._allowed(scope)
+
+    assert allowed("bEARER  schlüssel ".encode())
+    assert not allowed(b"Bearer schlussel")
+    assert not allowed("Bearer schlüssel".encode("latin-1"))
+
+
+def test_every_route_has_the_key_of_its_kind():
+    classes = {path: auth_class(path) for path, _, _ in ROUTES}
+    admin = {path for path, kind in classes.items() if kind == "admin"}
+    assert admin == {
+        *("/abort_request", "/flush_cache", "/set_internal_state"),
+        *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+    }
+    opened = {path for path, kind in classes.items() if kind == "open"}
+    assert opened == {
+        "/health",
+        "/health_generate",
+        "/ready",
+        "/metrics",
+        "/metrics/{path:path}",
+        "/dashboard",
+    }
 
 
 def test_loads_want_the_normal_key(server):
