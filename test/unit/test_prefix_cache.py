@@ -224,10 +224,10 @@ def contiguous(pages: list[int]) -> bool:
 
 
 def test_requests_stay_in_runs_while_the_cache_fills_the_pool():
-    """Twelve requests of up to ten pages after one another on forty pages: room is made where the oldest lie."""
+    """Requests of up to ten pages after one another on eighty pages: room is made where the oldest lie."""
     cache = PrefixCache(PAGE)
-    allocator = PageAllocator(40, cache)
-    for i in range(12):
+    allocator = PageAllocator(80, cache)
+    for i in range(24):
         pages = allocator.allocate(1, room=10)
         for _ in range(9 if i % 3 else 4):
             pages += allocator.extend(pages, 1)
@@ -236,7 +236,22 @@ def test_requests_stay_in_runs_while_the_cache_fills_the_pool():
         cache.publish(path, (), [i] * (PAGE * len(pages)), PAGE * len(pages), pages)
         cache.let_go(path)
         allocator.end_claim(pages[0])
-    assert cache.num_pages >= 30
+    assert cache.num_pages >= 60
+
+
+def test_a_request_that_may_fill_the_pool_does_not_empty_the_cache():
+    cache = PrefixCache(PAGE)
+    allocator = PageAllocator(80, cache)
+    for i in range(16):
+        pages = allocator.allocate(5)
+        served(cache, [i] * 5 * PAGE, pages)
+        allocator.end_claim(pages[0])
+    assert allocator.num_free == 0
+    first = allocator.allocate(2, room=80)
+    assert cache.num_pages == 70
+    second = allocator.allocate(12, room=80)
+    assert contiguous(first) and contiguous(second)
+    assert cache.num_pages >= 40
 
 
 def test_the_next_turn_lies_behind_the_last():

@@ -21,8 +21,9 @@ class PageAllocator:
     attending to them. So a request's first pages are taken where the longest it may become fits, and the pages behind
     them are claimed: others take them only when nothing else is free. First fit, from the bottom: warm memory.
 
-    What `cache` can evict counts as available. It is evicted when the free pages do not suffice, and for a run: until
-    up to twice as many pages as it is long are free.
+    What `cache` can evict counts as available. It is evicted when the free pages do not suffice, and for a run of an
+    eighth of all pages, or less where a request cannot become so long: until up to twice as many are free. More would
+    empty the cache for whoever may, and will not, fill the context.
     """
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
@@ -51,7 +52,7 @@ class PageAllocator:
             return []
         run = self._run_at(behind + 1, max(count, room)) if behind else None
         if run is None or run.stop - run.start < count:
-            run = self._make_run(max(count, room))
+            run = self._make_run(count, max(count, room))
         if run is None or run.stop - run.start < count:
             return self._take(self._scattered(count))
         self._is_claimed[run] = True
@@ -95,14 +96,13 @@ class PageAllocator:
         usable = (self._is_free & ~self._is_claimed)[start : start + room]
         return slice(start, start + (len(usable) if usable.all() else int(usable.argmin())))
 
-    def _make_run(self, room: int) -> slice | None:
+    def _make_run(self, count: int, room: int) -> slice | None:
         """`_find_run`, after evicting what may be missing of it."""
+        goal = max(count, min(room, self.num_pages // 8))
         run = self._find_run(room)
-        for enough in (
-            room,
-            2 * room,
-        ):  # what is evicted lies in the runs of old requests, and one may be cut
-            if run is not None and run.stop - run.start >= room:
+        # What is evicted lies in the runs of old requests, and the last of them may be cut.
+        for enough in (goal, 2 * goal):
+            if run is not None and run.stop - run.start >= goal:
                 break
             num_unclaimed = int(np.count_nonzero(self._is_free & ~self._is_claimed))
             self.free(self._cache.evict(enough - num_unclaimed))
