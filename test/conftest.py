@@ -14,6 +14,10 @@ import hypothesis  # noqa: E402 - after the thread counts, which torch reads onc
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if (
+    not torch.cuda.is_available()
+):  # Triton reads it once, when it is first imported; servers of tests inherit it
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)  # float sums do not depend on the machine's core count
 
 # A landing is judged on the same examples every time; the full suite looks for new ones.

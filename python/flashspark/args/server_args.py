@@ -167,8 +167,8 @@ class ServerArgs:
     attention_backend: str = flag(
         "auto",
         "attention kernels",
-        choices=("auto", "torch_native"),
-        remedy="use torch_native; flashinfer, fa3 and triton are not available yet",
+        choices=("auto", "torch_native", "triton"),
+        remedy="use torch_native or, on a GPU, triton; flashinfer and fa3 are not available yet",
     )
     prefill_attention_backend: str | None = neutral(None, "torch_native", help="attention of prefill")
     decode_attention_backend: str | None = neutral(None, "torch_native", help="attention of decode")
@@ -244,7 +244,12 @@ class ServerArgs:
         None, "weights of the draft (default: --load-format)", choices=("auto", "safetensors", "dummy")
     )
     speculative_draft_model_quantization: str | None = neutral(None, help="draft quantisation")
-    speculative_draft_attention_backend: str | None = neutral(None, "torch_native", help="draft attention")
+    speculative_draft_attention_backend: str | None = flag(
+        None,
+        "attention kernels of the draft (default: --attention-backend)",
+        choices=("auto", "torch_native", "triton"),
+        remedy="use torch_native or, on a GPU, triton",
+    )
     speculative_draft_kv_cache_dtype: str | None = neutral(None, "auto", help="draft KV type")
     speculative_attention_mode: str = neutral("prefill", help="attention of the verify step")
     speculative_dspark_sps_table_path: str | None = flag(

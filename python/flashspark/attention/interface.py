@@ -18,8 +18,8 @@ class RaggedQueries:
     """Packed query rows of R requests: a prefill chunk or a verify window each, causal, bottom-right aligned.
 
     Row i of request r sits at `positions`, its own K/V is already written at `slots` when attention runs, and
-    the request's last row sees `kv_lens[r]` keys. Rows past `qo_indptr[-1]` are padding: attention leaves their
-    output undefined but finite.
+    the request's last row sees `kv_lens[r]` keys. Rows past the last request's are padding: attention leaves their
+    output undefined but finite. Absent slots, from `num_reqs` on, may hold anything.
     """
 
     positions: Tensor  # [M]
@@ -28,6 +28,8 @@ class RaggedQueries:
     kv_lens: Tensor  # [R]
     page_table: Tensor  # [R, max_pages]
     page_size: int
+    max_rows: int | None = None  # no request has more rows, if the caller knows a bound below M
+    num_reqs: Tensor | None = None  # how many of the R slots are there, one integer on the device; None: all
     # What a backend works out from the index tensors once per step and shares over the layers, by its own keys.
     plans: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -44,6 +46,7 @@ class BlockQueries:
     page_table: Tensor  # [R, max_pages]
     page_size: int
     width: int
+    num_reqs: Tensor | None = None  # as in `RaggedQueries`; absent blocks come out undefined but finite
     plans: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # as in `RaggedQueries`
 
 

@@ -98,6 +98,7 @@ class TorchNativeBackend:
             keys = _by_head(torch.cat((span.rows(k_cache), k[r])))
             values = _by_head(torch.cat((span.rows(v_cache), v[r])))
             outs.append(_attend(q[r], keys, values, span, scale))
+        outs += [torch.zeros_like(q[0])] * (len(q) - len(spans))
         return torch.stack(outs)
 
 
@@ -134,7 +135,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, span: _Span, scale: float) 
 def _plan_ragged(queries: RaggedQueries, dtype: torch.dtype, group: int) -> list[_Span]:
     indptr = queries.qo_indptr.tolist()
     spans = []
-    for r, num_keys in enumerate(queries.kv_lens.tolist()):
+    for r, num_keys in enumerate(_present(queries.kv_lens, queries.num_reqs)):
         num_rows = indptr[r + 1] - indptr[r]
         if num_rows == 0:
             continue
@@ -154,7 +155,7 @@ def _plan_block(
     width = queries.width
     folded = group if width <= MAX_ROWS_TO_FOLD else 1
     spans = []
-    for r, num_keys in enumerate(queries.context_lens.tolist()):
+    for r, num_keys in enumerate(_present(queries.context_lens, queries.num_reqs)):
         mask = None
         if causal or (window is not None and num_keys + width > window):
             distance = torch.arange(num_keys, num_keys + width).unsqueeze(1) - torch.arange(num_keys + width)
@@ -166,6 +167,10 @@ def _plan_block(
             mask = _additive(visible, dtype, folded)
         spans.append(_span(queries, r, r * width, (r + 1) * width, num_keys, mask, folded))
     return spans
+
+
+def _present(lens: Tensor, num_reqs: Tensor | None) -> list[int]:
+    return lens.tolist()[: len(lens) if num_reqs is None else int(num_reqs)]
 
 
 def _additive(visible: Tensor, dtype: torch.dtype, group: int) -> Tensor:

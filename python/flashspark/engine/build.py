@@ -42,6 +42,7 @@ class EngineOptions:
     max_total_tokens: int | None = None
     page_size: int = 16
     attention_backend: str = "auto"
+    draft_attention_backend: str | None = None  # None: the target's
     torch_threads: int | None = None
 
 
@@ -62,6 +63,7 @@ def build_engine(options: EngineOptions) -> Engine:
             the remedy.
     """
     device = _device(options.device)
+    backend = make_backend(options.attention_backend, device.type)  # refused before a model is loaded
     # One core stays free for the API process: a decode step never waits for it, but its clients do.
     torch.set_num_threads(options.torch_threads or max(1, (os.cpu_count() or 1) - 1))
     target = _load_target(options, device)
@@ -70,10 +72,10 @@ def build_engine(options: EngineOptions) -> Engine:
     capacity = _capacity(options, target, draft, context_length)
     max_pages_per_req = -(-context_length // options.page_size)
     request_rows = RequestRows(options.max_running_requests, max_pages_per_req, options.page_size, device)
-    backend = make_backend(
-        "torch_native" if options.attention_backend == "auto" else options.attention_backend
-    )
-    runner = ModelRunner(target, draft, request_rows, capacity.num_slots, backend, backend)
+    draft_backend = backend
+    if options.draft_attention_backend is not None:
+        draft_backend = make_backend(options.draft_attention_backend, device.type)
+    runner = ModelRunner(target, draft, request_rows, capacity.num_slots, backend, draft_backend)
     return Engine(runner, capacity, context_length)
 
 

@@ -67,6 +67,7 @@ class ModelRunner:
             kv_lens=starts + lens,
             page_table=self.request_rows.page_table[rows],
             page_size=self.request_rows.page_size,
+            max_rows=max(len(chunk.token_ids) for chunk in chunks),
         )
         input_ids = torch.tensor(token_ids, device=self.device)
         self._inject(

@@ -87,6 +87,7 @@ def _engine_options(args: ServerArgs) -> EngineOptions:
         max_total_tokens=args.max_total_tokens,
         page_size=args.page_size,
         attention_backend=args.attention_backend,
+        draft_attention_backend=args.speculative_draft_attention_backend,
         torch_threads=args.torch_threads,
     )
 

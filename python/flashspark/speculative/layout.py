@@ -93,6 +93,7 @@ def pack(
             kv_lens=context_lens + verify_lens,
             page_table=request_rows.page_table[rows],
             page_size=request_rows.page_size,
+            max_rows=width,
         ),
         requests=packed.request,
         block_rows=packed.block_rows,

@@ -1,0 +1,71 @@
+"""The Triton backend: one launch for the whole batch, whatever its windows, and nothing read on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
+from flashspark.kernels.triton.launch import is_interpreted
+from flashspark.kernels.triton.paged_attention import block_attention, ragged_attention
+
+
+class TritonBackend:
+    """`AttentionBackend` over `kernels.triton.paged_attention`."""
+
+    name = "triton"
+    capabilities = AttentionCapabilities(
+        supports_ragged_verify=True, supports_ragged_verify_graph=True, supports_draft_block=True
+    )
+
+    def __init__(self, device_type: str) -> None:
+        """ValueError where the kernels cannot run."""
+        if device_type == "cpu" and not is_interpreted():
+            raise ValueError(
+                "--attention-backend triton needs a GPU: use torch_native on a CPU (or, to try the kernels out, run "
+                "them under Triton's interpreter with TRITON_INTERPRET=1 in the environment)"
+            )
+
+    def ragged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        return ragged_attention(
+            q,
+            k_cache,
+            v_cache,
+            queries.qo_indptr,
+            queries.kv_lens,
+            queries.num_reqs,
+            queries.page_table,
+            queries.page_size,
+            scale,
+            queries.max_rows or q.shape[0],
+        )
+
+    def block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: BlockQueries,
+        scale: float,
+        causal: bool,
+        window: int | None,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        return block_attention(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            queries.context_lens,
+            queries.num_reqs,
+            queries.page_table,
+            queries.page_size,
+            scale,
+            causal,
+            window,
+        )

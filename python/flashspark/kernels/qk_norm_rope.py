@@ -1,0 +1,67 @@
+"""From the fused projection to attention's inputs: head norms, rotary positions, keys and values to their slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import Implementation, runs_triton
+from .rms_norm import rms_norm
+from .rope import rope
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_kv_heads: int,
+    value_scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and turns the query and key heads of `qkv`, and scales the value heads.
+
+    Args:
+        qkv: [M, Hq + 2 * Hkv, D], heads of queries, keys, values; a row's heads lie together. Hq may be 0.
+        weight: [Hq + Hkv, D], the norms' weights, queries first.
+        cos, sin: [M, 1, D], the tables of `rope` at the rows' positions, in the dtype of `qkv`.
+
+    Returns:
+        q [M, Hq, D], k and v [M, Hkv, D].
+    """
+    if runs_triton(qkv, implementation):
+        from .triton import qk_norm_rope as twin
+
+        return twin.qk_norm_rope(qkv, weight, eps, cos, sin, num_kv_heads, value_scale)
+    qk, v = torch.split_with_sizes(qkv, [qkv.shape[1] - num_kv_heads, num_kv_heads], 1)
+    turned = rope(rms_norm(qk, weight, eps, "torch"), cos, sin)
+    q, k = torch.split_with_sizes(turned, [qk.shape[1] - num_kv_heads, num_kv_heads], 1)
+    return q, k, v if value_scale == 1.0 else v * value_scale
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    value_scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> Tensor:
+    """As `qk_norm_rope`, with k and v written to `slots` [M] int64 of the caches [num_slots, Hkv, D]: returns q.
+
+    Of rows with equal slots (padding, in the scratch slot) any one wins.
+    """
+    num_kv_heads = k_cache.shape[1]
+    if runs_triton(qkv, implementation):
+        from .triton import qk_norm_rope as twin
+
+        return twin.qk_norm_rope_write(qkv, weight, eps, cos, sin, slots, k_cache, v_cache, value_scale)
+    q, k, v = qk_norm_rope(qkv, weight, eps, cos, sin, num_kv_heads, value_scale, "torch")
+    k_cache.index_copy_(0, slots, k)
+    v_cache.index_copy_(0, slots, v)
+    return q

@@ -1,0 +1,432 @@
+"""Attention over paged keys and values, for windows of a few query rows: verify, prefill chunks, draft blocks.
+
+One program takes one tile of a request's rows with all query heads of one key head, so that keys are loaded once for
+the group, and one share of the keys. Shares follow from the request's own number of keys, read on the device; their
+results are put together in a fixed order, and a request's numbers depend on nothing else in the batch. Nothing is read
+on the host, and absent slots leave at once, so a launch can be captured for a whole bucket of requests.
+
+The reference is `attention.torch_native`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import block_size, dot_type, is_interpreted
+
+PROGRAMS = 264  # two for each multiprocessor of an H200: below it, keys are split further
+MAX_SPLITS = 32
+MAX_TILE = 128  # query rows times query heads of a key head
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _add_keys(q, k, v, visible, scale, acc, peak, total, DOT: tl.constexpr):
+    """One block of keys into the running softmax: `acc` [M, D], `peak` and `total` [M], all float32."""
+    scores = tl.dot(q, tl.trans(k).to(DOT), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that have seen no key yet
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    product = tl.dot(weights.to(v.dtype).to(DOT), v.to(DOT), input_precision="ieee")
+    return acc * decay[:, None] + product, new_peak, total
+
+
+@triton.jit
+def _span(
+    request,
+    tile,
+    indptr_ptr,
+    lens_ptr,
+    BLOCK_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile's first row and number of rows, its request's number of keys; its range of keys, and of one share."""
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    if BLOCK_ROWS > 0:  # a draft block: all of the context, as far as the window of its first row reaches
+        first_row = request * BLOCK_ROWS
+        num_rows = BLOCK_ROWS
+        start_key = 0
+        if WINDOW > 0:
+            start_key = tl.maximum(length - WINDOW + 1, 0)
+        end_key = length
+    else:
+        first_row = tl.load(indptr_ptr + request).to(tl.int32)
+        num_rows = tl.load(indptr_ptr + request + 1).to(tl.int32) - first_row
+        start_key = 0
+        end_key = tl.minimum(length, length - num_rows + (tile + 1) * TILE)
+    share = tl.cdiv(tl.cdiv(end_key - start_key, MAX_SPLITS), BLOCK_N) * BLOCK_N
+    return first_row, num_rows, length, start_key, end_key, tl.maximum(share, BLOCK_N)
+
+
+@triton.jit
+def _zero_padding(
+    out_ptr,
+    first,
+    num_packed,
+    request,
+    num_slots,
+    head,
+    in_group,
+    d,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Rows of nobody, shared out over the slots: their numbers mean nothing, and are finite."""
+    for row in range(first + request, num_packed, num_slots):
+        at = ((head * 0 + row).to(tl.int64)[:, None] * NUM_HEADS + head[:, None]) * DIM + d
+        tl.store(out_ptr + at, 0.0, mask=in_group[:, None] & (d < DIM))
+
+
+@triton.jit
+def _add_pages(
+    q,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    start,
+    end,
+    last_key,
+    position,
+    page_size,
+    kv_head,
+    d,
+    scale,
+    acc,
+    peak,
+    total,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Keys `start` … `end` - 1 of one request's pages; a row sees those up to `last_key` and within the window that
+    ends at its `position`, both [M]."""
+    for at in range(start, end, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        page = tl.load(pages_ptr + key // page_size, mask=key < end, other=0)
+        slot = page * page_size + key % page_size
+        source = (slot * NUM_KV_HEADS + kv_head)[:, None] * DIM + d
+        there = (key < end)[:, None] & (d < DIM)
+        k = tl.load(k_ptr + source, mask=there, other=0.0)
+        v = tl.load(v_ptr + source, mask=there, other=0.0)
+        visible = (key < end)[None, :] & (key[None, :] <= last_key[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[:, None] - key[None, :] < WINDOW)
+        acc, peak, total = _add_keys(q, k, v, visible, scale, acc, peak, total, DOT)
+    return acc, peak, total
+
+
+@triton.jit
+def _add_block(
+    q,
+    k_ptr,
+    v_ptr,
+    row,
+    d,
+    k_stride,
+    v_stride,
+    scale,
+    acc,
+    peak,
+    total,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The block's own keys, `ROWS` of them."""
+    key = tl.arange(0, BLOCK_N)
+    wide = key.to(tl.int64)[:, None]
+    there = (key < ROWS)[:, None] & (d < DIM)
+    k = tl.load(k_ptr + wide * k_stride + d, mask=there, other=0.0)
+    v = tl.load(v_ptr + wide * v_stride + d, mask=there, other=0.0)
+    visible = (key < ROWS)[None, :] & (row >= 0)[:, None]
+    if CAUSAL:
+        visible = visible & (key[None, :] <= row[:, None])
+    if WINDOW > 0:
+        visible = visible & (row[:, None] - key[None, :] < WINDOW)
+    return _add_keys(q, k, v, visible, scale, acc, peak, total, DOT)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["num_packed"])
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, indptr_ptr, lens_ptr,
+    num_reqs_ptr, table_ptr, num_packed, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
+    scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, LOCAL_N: tl.constexpr, DOT: tl.constexpr,
+):
+    # fmt: on
+    request = tl.program_id(0) // NUM_TILES
+    tile = tl.program_id(0) % NUM_TILES
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    num_slots = tl.num_programs(0) // NUM_TILES
+    num_reqs = num_slots
+    if COUNTED:
+        num_reqs = tl.load(num_reqs_ptr).to(tl.int32)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
+    head = kv_head * GROUP + m % GROUP
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    if (tile == 0) & (split == 0):
+        padding = num_reqs * BLOCK_ROWS
+        if BLOCK_ROWS == 0:
+            padding = tl.load(indptr_ptr + num_reqs).to(tl.int32)
+        _zero_padding(out_ptr, padding, num_packed, request, num_slots, head, m < GROUP, d, NUM_HEADS, DIM)
+    if request >= num_reqs:
+        return
+    first_row, num_rows, length, start_key, end_key, share = _span(
+        request, tile, indptr_ptr, lens_ptr, BLOCK_ROWS, WINDOW, TILE, MAX_SPLITS, BLOCK_N
+    )
+    start = start_key + split * share
+    if (tile * TILE >= num_rows) | ((start >= end_key) & (split > 0)):
+        return
+
+    row = tile * TILE + m // GROUP
+    inside = ((m < TILE * GROUP) & (row < num_rows))[:, None] & (d < DIM)
+    packed = (first_row + row).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + packed * q_stride + head[:, None] * DIM + d, mask=inside, other=0.0).to(DOT)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    position = length + row if BLOCK_ROWS > 0 else length - num_rows + row
+    pages_ptr, end = table_ptr + request.to(tl.int64) * table_stride, tl.minimum(start + share, end_key)
+    acc, peak, total = _add_pages(
+        q, k_ptr, v_ptr, pages_ptr, start, end, position, position, page_size, kv_head, d, scale, acc, peak, total,
+        NUM_KV_HEADS, DIM, WINDOW, BLOCK_N, DOT,
+    )  # fmt: skip
+    if BLOCK_ROWS > 0:  # known when compiling, the next one is not
+        if split == 0:
+            own_k_ptr = block_k_ptr + first_row.to(tl.int64) * block_k_stride + kv_head * DIM
+            own_v_ptr = block_v_ptr + first_row.to(tl.int64) * block_v_stride + kv_head * DIM
+            acc, peak, total = _add_block(
+                q, own_k_ptr, own_v_ptr, row, d, block_k_stride, block_v_stride, scale, acc, peak, total,
+                DIM, BLOCK_ROWS, CAUSAL, WINDOW, LOCAL_N, DOT,
+            )  # fmt: skip
+
+    if start_key + share >= end_key:  # there is one share
+        total = tl.where(total == 0.0, 1.0, total)  # of rows past the tile's
+        tl.store(out_ptr + (packed * NUM_HEADS + head[:, None]) * DIM + d, acc / total[:, None], mask=inside)
+    else:
+        place = ((tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * MAX_SPLITS + split) * BLOCK_M + m
+        tl.store(acc_ptr + place[:, None] * DIM + d, acc, mask=inside)
+        tl.store(stats_ptr + place * 2, peak)
+        tl.store(stats_ptr + place * 2 + 1, total)
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,
+    acc_ptr,
+    stats_ptr,
+    indptr_ptr,
+    lens_ptr,
+    num_reqs_ptr,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COUNTED: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """The shares of one row, for the query heads of one key head."""
+    request = tl.program_id(0) // NUM_TILES
+    tile = tl.program_id(0) % NUM_TILES
+    kv_head = tl.program_id(1)
+    num_reqs = tl.num_programs(0) // NUM_TILES
+    if COUNTED:
+        num_reqs = tl.load(num_reqs_ptr).to(tl.int32)
+    if request >= num_reqs:
+        return
+    first_row, num_rows, _length, start_key, end_key, share = _span(
+        request, tile, indptr_ptr, lens_ptr, BLOCK_ROWS, WINDOW, TILE, MAX_SPLITS, BLOCK_N
+    )
+    row = tile * TILE + tl.program_id(2)
+    if (row >= num_rows) | (start_key + share >= end_key):
+        return
+    group = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (group < GROUP)[:, None] & (d < DIM)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    base = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * MAX_SPLITS
+    for split in range(tl.cdiv(end_key - start_key, share)):
+        place = (base + split) * BLOCK_M + tl.program_id(2) * GROUP + group
+        part_peak = tl.load(stats_ptr + place * 2, mask=group < GROUP, other=float("-inf"))
+        part_total = tl.load(stats_ptr + place * 2 + 1, mask=group < GROUP, other=0.0)
+        part = tl.load(acc_ptr + place[:, None] * DIM + d, mask=inside, other=0.0)
+        new_peak = tl.maximum(peak, part_peak)
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay, part_decay = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
+        acc = acc * decay[:, None] + part * part_decay[:, None]
+        total = total * decay + part_total * part_decay
+        peak = new_peak
+    head = kv_head * GROUP + group
+    packed = (first_row + row).to(tl.int64) * NUM_KV_HEADS * GROUP
+    tl.store(out_ptr + (packed + head[:, None]) * DIM + d, acc / total[:, None], mask=inside)
+
+
+def ragged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    num_reqs: Tensor | None,
+    page_table: Tensor,
+    page_size: int,
+    scale: float,
+    max_rows: int,
+    max_splits: int | None = None,
+) -> Tensor:
+    """Causal attention, bottom-right aligned, of packed rows over their requests' pages.
+
+    Args:
+        q: [M, Hq, D]; k_cache, v_cache: [num_slots, Hkv, D].
+        qo_indptr: [R + 1]; kv_lens: [R]; page_table: [R, max_pages]; int64. Entries of absent slots are not read.
+        num_reqs: how many of the R slots are there, an integer tensor of one element on the device; None: all.
+        max_rows: no request has more rows.
+        max_splits: None: as many as it takes to fill the device.
+
+    Returns:
+        [M, Hq, D]; rows of nobody are zero.
+    """
+    return _attend(
+        q, k_cache, v_cache, None, None, qo_indptr, kv_lens, num_reqs, page_table, page_size, scale, max_rows, True, 0,
+        max_splits,
+    )  # fmt: skip
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    num_reqs: Tensor | None,
+    page_table: Tensor,
+    page_size: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    max_splits: int | None = None,
+) -> Tensor:
+    """Attention of draft blocks over their context's pages and their own keys, which are in no page.
+
+    Args:
+        q: [R, width, Hq, D]; k, v: [R, width, Hkv, D].
+        context_lens: int64 [R]; the others as in `ragged_attention`.
+        causal: whether a row sees only the rows of the block up to itself.
+        window: None, or how far back a row sees, itself included.
+
+    Returns:
+        As `q`; blocks of absent slots are zero.
+    """
+    width = q.shape[1]
+    out = _attend(
+        q.flatten(0, 1), k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), context_lens, context_lens, num_reqs,
+        page_table, page_size, scale, width, causal, window or 0, max_splits,
+    )  # fmt: skip
+    return out.view(q.shape)
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_k: Tensor | None,
+    block_v: Tensor | None,
+    indptr: Tensor,
+    lens: Tensor,
+    num_reqs: Tensor | None,
+    page_table: Tensor,
+    page_size: int,
+    scale: float,
+    max_rows: int,
+    causal: bool,
+    window: int,
+    max_splits: int | None,
+) -> Tensor:
+    num_packed, num_heads, dim = q.shape
+    num_slots, num_kv_heads = page_table.shape[0], k_cache.shape[1]
+    out = torch.empty((num_packed, num_heads, dim), dtype=q.dtype, device=q.device)
+    if num_packed == 0:
+        return out
+    q = _evenly_spaced(q)
+    k, v = (
+        (q, q) if block_k is None or block_v is None else (_evenly_spaced(block_k), _evenly_spaced(block_v))
+    )
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1
+    group = num_heads // num_kv_heads
+    tile = min(max_rows, max(1, MAX_TILE // group))
+    num_tiles = triton.cdiv(max_rows, tile)
+    block_m, block_n = block_size(tile * group, 16), 32 if q.dtype == torch.float32 else 64
+    if max_splits is None:
+        max_splits = _num_splits(
+            num_slots * num_tiles * num_kv_heads, page_table.shape[1] * page_size, block_n
+        )
+    num_programs = num_slots * num_tiles * num_kv_heads
+    num_partial = num_programs * max_splits * block_m if max_splits > 1 else 0
+    acc = torch.empty((num_partial, dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((num_partial, 2), dtype=torch.float32, device=q.device)
+    shape = {
+        "GROUP": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "DIM": dim,
+        "BLOCK_ROWS": 0 if block_k is None else max_rows,
+        "WINDOW": window,
+        "COUNTED": num_reqs is not None,
+        "TILE": tile,
+        "NUM_TILES": num_tiles,
+        "MAX_SPLITS": max_splits,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_size(dim, 16),
+    }
+    count = lens if num_reqs is None else num_reqs
+    _attention_kernel[(num_slots * num_tiles, num_kv_heads, max_splits)](
+        q, k_cache, v_cache, k, v, out, acc, stats, indptr, lens, count, page_table,
+        num_packed, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
+        CAUSAL=causal, LOCAL_N=block_size(max_rows, 16) if block_k is not None else 16, DOT=dot_type(q.dtype),
+        num_warps=8 if block_m > 64 else 4, **shape,
+    )  # fmt: skip
+    if max_splits > 1:
+        _combine_kernel[(num_slots * num_tiles, num_kv_heads, tile)](
+            out, acc, stats, indptr, lens, count, BLOCK_G=block_size(group), **shape
+        )
+    return out
+
+
+def _evenly_spaced(x: Tensor) -> Tensor:
+    """Rows [N, heads, D] whose heads lie together."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _num_splits(num_programs: int, max_keys: int, block_n: int) -> int:
+    """A power of two, so that few kernels are compiled."""
+    if is_interpreted():
+        return 1  # programs run one after the other
+    wanted = min(MAX_SPLITS, triton.cdiv(PROGRAMS, num_programs), triton.cdiv(max_keys, 2 * block_n))
+    return block_size(max(1, wanted))

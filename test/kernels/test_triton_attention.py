@@ -1,0 +1,237 @@
+"""Paged attention in Triton against the torch_native backend in float32, itself held against a float64 loop."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from flashspark.attention.registry import make_backend
+from paged import Pages
+from parity import DEVICE, DTYPES, NEEDS_TRITON, TOLERANCE, assert_close, integers, randn
+
+pytestmark = NEEDS_TRITON
+NATIVE = make_backend("torch_native")
+NAN = float("nan")
+
+
+def on_device(queries):
+    tensors = {
+        f.name: v.to(DEVICE) for f in fields(queries) if torch.is_tensor(v := getattr(queries, f.name))
+    }
+    return replace(queries, plans={}, **tensors)
+
+
+def caches(pages, num_kv_heads, dim, dtype, written):
+    """Random keys and values in the slots `written`, NaN everywhere else."""
+    pair = []
+    for seed in (1, 2):
+        cache = torch.full((pages.num_slots, num_kv_heads, dim), NAN)
+        cache[written] = randn(len(written), num_kv_heads, dim, seed=seed).cpu()
+        pair.append(cache.to(DEVICE, dtype))
+    return pair
+
+
+def written_slots(pages, lens):
+    return torch.cat([pages.slots(r, torch.arange(n)) for r, n in lens])
+
+
+def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None):
+    from flashspark.kernels.triton.paged_attention import ragged_attention
+
+    queries = on_device(queries)
+    return ragged_attention(
+        q,
+        k,
+        v,
+        queries.qo_indptr,
+        queries.kv_lens,
+        num_reqs,
+        queries.page_table,
+        queries.page_size,
+        0.2,
+        max_rows,
+        splits,
+    )
+
+
+def native(method, *args):
+    """The reference, on the CPU in float32 from the same numbers."""
+    args = [a.float().cpu() if torch.is_tensor(a) else a for a in args]
+    return getattr(NATIVE, method)(*args)
+
+
+def assert_attention_close(got, expected):
+    assert got.isfinite().all()
+    limit = 2e-5 if got.dtype == torch.float32 else TOLERANCE[got.dtype]
+    assert_close(got.float().cpu(), expected, limit)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [
+        (4, 2, 16, torch.float32),
+        (8, 2, 64, torch.float32),
+        (3, 1, 128, torch.float32),
+        (2, 2, 24, torch.float32),
+        (8, 2, 64, torch.bfloat16),
+        (3, 1, 128, torch.bfloat16),
+        (4, 1, 128, torch.float16),
+    ],
+    ids=str,
+)
+def test_verify_windows(heads, kv_heads, dim, dtype):
+    """Uneven windows over uneven contexts, padding rows, unwritten slots and unread columns full of NaN."""
+    spans = [(0, 37, 5), (2, 0, 8), (1, 90, 1)]
+    pages = Pages(3, 104, page_size=16)
+    k, v = caches(pages, kv_heads, dim, dtype, written_slots(pages, [(r, s + n) for r, s, n in spans]))
+    queries = pages.ragged(spans, padding=3)
+    q = torch.full((17, heads + kv_heads, dim), NAN, dtype=dtype, device=DEVICE)
+    q[:14, :heads] = randn(14, heads, dim, dtype=dtype)
+    got = triton_ragged(q[:, :heads], k, v, queries, 8, 1)
+    assert not got[14:].any()
+    assert_attention_close(
+        got[:14], native("ragged", q[:14, :heads], k.nan_to_num(), v.nan_to_num(), pages.ragged(spans), 0.2)
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("splits", [2, 8])
+def test_shares_of_the_keys_and_page_sizes(page_size, splits):
+    """Requests with one share, with fewer shares than there could be, and with all of them."""
+    spans = [(0, 0, 3), (1, 300, 4), (2, 70, 2)]
+    pages = Pages(3, 304, page_size=page_size)
+    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(r, s + n) for r, s, n in spans]))
+    queries = pages.ragged(spans)
+    q = randn(9, 2, 16)
+    got = triton_ragged(q, k, v, queries, 4, splits)
+    assert_attention_close(got, native("ragged", q, k.nan_to_num(), v.nan_to_num(), queries, 0.2))
+
+
+def test_prefill_chunks_of_many_tiles():
+    """More rows than fit in one tile: from the start of a prompt, and in its middle."""
+    spans = [(0, 0, 70), (1, 40, 33)]
+    pages = Pages(2, 80, page_size=16)
+    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(0, 70), (1, 73)]))
+    queries = pages.ragged(spans)
+    q = randn(103, 4, 16)
+    for splits in (1, 2):
+        got = triton_ragged(q, k, v, queries, 70, splits)
+        assert_attention_close(got, native("ragged", q, k.nan_to_num(), v.nan_to_num(), queries, 0.2))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_absent_slots_leave_without_a_look(splits):
+    """A bucket of four slots of which two are there: the others' entries are nonsense, and change nothing."""
+    spans = [(0, 80, 4), (1, 20, 2)]
+    pages = Pages(2, 90, page_size=8)
+    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(0, 84), (1, 22)]))
+    queries = pages.ragged(spans, padding=5)
+    bucket = replace(
+        queries,
+        qo_indptr=torch.cat((queries.qo_indptr, torch.tensor([10**9, -5]))),
+        kv_lens=torch.cat((queries.kv_lens, torch.tensor([10**9, -3]))),
+        page_table=torch.cat((queries.page_table, torch.full_like(queries.page_table, 10**9))),
+        num_reqs=torch.tensor(2),
+    )
+    q = randn(11, 2, 16)
+    got = triton_ragged(q, k, v, bucket, 4, splits, integers(2))
+    assert torch.equal(got, triton_ragged(q, k, v, queries, 4, splits))
+    assert not got[6:].any()
+    reference = native("ragged", q, k.nan_to_num(), v.nan_to_num(), bucket, 0.2)
+    assert_attention_close(got, reference)
+
+
+def test_a_request_does_not_depend_on_its_neighbours():
+    """The same bits alone and in a batch: shares follow from the request's own length."""
+    pages = Pages(3, 200, page_size=16)
+    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(0, 104), (1, 195), (2, 9)]))
+    q = randn(13, 2, 16)
+    together = triton_ragged(q, k, v, pages.ragged([(0, 100, 4), (1, 190, 5), (2, 5, 4)]), 8, 4)
+    alone = triton_ragged(q[4:9], k, v, pages.ragged([(1, 190, 5)]), 8, 4)
+    assert torch.equal(together[4:9], alone)
+
+
+def triton_block(q, k, v, k_cache, v_cache, queries, causal, window, splits=1, num_reqs=None):
+    from flashspark.kernels.triton.paged_attention import block_attention
+
+    queries = on_device(queries)
+    return block_attention(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        queries.context_lens,
+        num_reqs,
+        queries.page_table,
+        queries.page_size,
+        0.2,
+        causal,
+        window,
+        splits,
+    )
+
+
+def block_case(lens, width, heads, kv_heads, dim, dtype, page_size=8):
+    pages = Pages(len(lens), max(*lens, 1) + width, page_size=page_size)
+    caches_ = caches(pages, kv_heads, dim, dtype, written_slots(pages, list(enumerate(lens))))
+    qkv = randn(len(lens), width, heads + 2 * kv_heads, dim, dtype=dtype, seed=3)
+    qk, v = qkv.split(
+        [heads + kv_heads, kv_heads], 2
+    )  # as the layers make them: strides of q and k differ from v's
+    q, k = qk.contiguous().split([heads, kv_heads], 2)
+    return q, k, v, *caches_, pages.block(list(range(len(lens))), lens, width)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_draft_blocks(causal, window, splits):
+    *tensors, queries = block_case([0, 90, 35], 5, 4, 2, 16, torch.float32)
+    q, k, v, k_cache, v_cache = tensors
+    got = triton_block(*tensors, queries, causal, window, splits)
+    expected = native(
+        "block", q, k, v, k_cache.nan_to_num(), v_cache.nan_to_num(), queries, 0.2, causal, window
+    )
+    assert_attention_close(got, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width"), [(8, 2, 128, 8), (6, 2, 64, 16), (2, 1, 24, 1)]
+)
+def test_draft_blocks_of_all_shapes(dtype, heads, kv_heads, dim, width):
+    *tensors, queries = block_case([70, 3], width, heads, kv_heads, dim, dtype, page_size=16)
+    q, k, v, k_cache, v_cache = tensors
+    got = triton_block(*tensors, queries, False, None)
+    expected = native("block", q, k, v, k_cache.nan_to_num(), v_cache.nan_to_num(), queries, 0.2, False, None)
+    assert_attention_close(got, expected)
+
+
+def test_absent_blocks_are_zero():
+    q, k, v, k_cache, v_cache, queries = block_case([20, 6, 11], 4, 2, 1, 16, torch.float32)
+    expected = triton_block(q, k, v, k_cache, v_cache, queries, True, None)
+    bucket = replace(
+        queries,
+        context_lens=torch.tensor([20, 6, 10**9]),
+        page_table=torch.cat((queries.page_table[:2], torch.full_like(queries.page_table[2:], 10**9))),
+        num_reqs=torch.tensor(2),
+    )
+    got = triton_block(q, k, v, k_cache, v_cache, bucket, True, None, 2, integers(2))
+    assert torch.equal(got[:2], expected[:2])
+    assert not got[2].any()
+    cpu = [x.nan_to_num().cpu() for x in (q, k, v, k_cache, v_cache)]
+    assert_attention_close(got, NATIVE.block(*cpu, bucket, 0.2, True, None))
+
+
+def test_a_cpu_without_the_interpreter_is_refused_with_the_remedy(monkeypatch):
+    import triton
+
+    assert make_backend("triton", DEVICE).capabilities.supports_ragged_verify_graph
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(
+        ValueError, match=r"--attention-backend triton needs a GPU: use torch_native on a CPU"
+    ):
+        make_backend("triton", "cpu")
+    assert make_backend("auto", "cpu").name == "torch_native"
+    assert make_backend("auto", "cuda").name == "triton"
