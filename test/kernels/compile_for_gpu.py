@@ -14,7 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from flashspark.kernels import qk_norm_rope, rms_norm, silu_mul
+from flashspark.kernels import estimator, qk_norm_rope, rms_norm, silu_mul
+from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.allocate import allocate
+from flashspark.kernels.block_conv import dynamic_block_conv
+from flashspark.kernels.markov_walk import markov_walk
+from flashspark.kernels.pack_rows import pack_rows
+from flashspark.kernels.philox import step_uniforms
+from flashspark.kernels.selector import selector_walk_with_feature, top_candidates
+from flashspark.kernels.top_tokens import best_tokens
 from flashspark.kernels.triton import paged_attention
 
 BFLOAT16 = torch.bfloat16
@@ -48,7 +56,7 @@ def zeros(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
 
 
 def ids(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.int64)
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 def rows(n: int, dtype: torch.dtype) -> None:
@@ -79,7 +87,57 @@ def attention(n: int, dtype: torch.dtype) -> None:
         paged_attention.block_attention(*block, cache, cache, ids(n), None, *common, causal, window)
 
 
-GROUPS = {"rows": rows, "attention": attention}
+def floats(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape)
+
+
+def doubles(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def flags(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bool)
+
+
+def planning(n: int, dtype: torch.dtype) -> None:
+    for budget in (5, ids()):
+        allocate(floats(n, 7), budget, ids(n), ids(n), 0.01, "triton")
+    pack_rows(ids(n), ids(n), ids(n), ids(n, n), n, ids(n, 7), ids(n), 8 * n, implementation="triton")
+    step_uniforms(ids(n), ids(n), ids(n), 8, "triton")
+
+
+def tokens(n: int, dtype: torch.dtype) -> None:
+    logits = zeros(n, VOCAB_SIZE, dtype=dtype)
+    best_tokens(logits, "triton")
+    top_candidates(logits, 16, ids(1), "triton")
+    accept_greedy(ids(n, 8), ids(n, 7), ids(n), "triton")
+    for candidate_ids, k in ((ids(n, 7, 16), 16), (None, VOCAB_SIZE)):
+        args = (floats(n, VOCAB_SIZE), ids(n, 8), ids(n, 7), candidate_ids, floats(n, 7, k), ids(n))
+        accept_sampled(*args, doubles(n, 7), doubles(n, 8), "triton")
+
+
+def draft(n: int, dtype: torch.dtype) -> None:
+    x, base, delta = (
+        zeros(n, 8, 4096, dtype=dtype),
+        zeros(2, 2, 4096, dtype=dtype),
+        zeros(n, 8, 1024, dtype=dtype),
+    )
+    dynamic_block_conv(x, base, delta, 0, None, "triton")
+    dynamic_block_conv(x, base, delta, 1, x, "triton")
+    codebook, projected = zeros(VOCAB_SIZE, 256, dtype=dtype), zeros(n, 7, 256, dtype=dtype)
+    walk = (floats(n, 7, 16), ids(n, 7, 16), ids(n), projected, codebook, codebook, floats(n), flags(n))
+    for noise in (floats(n, 7), doubles(n, 7)):
+        selector_walk_with_feature(*walk, noise, implementation="triton")
+    for noise in (None, doubles(n, 2)):
+        markov_walk(floats(n, 2, VOCAB_SIZE), ids(n), None, None, floats(n), flags(n), noise, None, "triton")
+    moments, values = doubles(2, estimator.NUM_MOMENTS, 7), floats(n, 7)
+    estimator.observe(moments, values, values, ids(n), ids(n), ids(n), flags(n), "triton")
+    estimator.refit(floats(2), floats(2, 7), moments, implementation="triton")
+    estimator.predict(values, ids(n), floats(2), floats(2, 7), "triton")
+
+
+VOCAB_SIZE = 151936
+GROUPS = {"rows": rows, "attention": attention, "planning": planning, "tokens": tokens, "draft": draft}
 
 
 def calls(names: list[str]) -> Iterator[None]:

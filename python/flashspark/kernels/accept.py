@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
 from .target_probs import sample_categorical
 
 
@@ -19,7 +20,9 @@ def _accepted_prefix(matches: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tens
     return torch.minimum(num_matched, verify_lens - 1), num_matched
 
 
-def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def accept_greedy(
+    target_ids: Tensor, drafts: Tensor, verify_lens: Tensor, implementation: Implementation | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Longest drafted prefix that equals the target's argmax; then the argmax of the row after it.
 
     Args:
@@ -31,6 +34,10 @@ def accept_greedy(target_ids: Tensor, drafts: Tensor, verify_lens: Tensor) -> tu
         number of accepted drafts int64 [R], following token int64 [R], and how many drafts would have been accepted
         without the cutoff int64 [R], which means something as far as the rows past it do.
     """
+    if runs_triton(target_ids, implementation):
+        from .triton import accept as twin
+
+        return twin.accept_greedy(target_ids, drafts, verify_lens)
     num_accepted, num_matched = _accepted_prefix(target_ids[:, :-1] == drafts, verify_lens)
     return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1), num_matched
 
@@ -44,6 +51,7 @@ def accept_sampled(
     verify_lens: Tensor,
     accept_uniforms: Tensor,
     final_uniforms: Tensor,
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Speculative sampling (Leviathan et al. 2023) with drafts drawn from sparse or dense distributions.
 
@@ -63,6 +71,19 @@ def accept_sampled(
     Returns:
         number of accepted drafts, following token, accepted drafts without the cutoff: as `accept_greedy`.
     """
+    if runs_triton(probs, implementation):
+        from .triton import sampling
+
+        return sampling.accept_sampled(
+            probs,
+            block_rows,
+            drafts,
+            candidate_ids,
+            candidate_probs,
+            verify_lens,
+            accept_uniforms,
+            final_uniforms,
+        )
     num_rows = block_rows.shape[1]
     if num_rows == 1:  # nothing drafted
         none = torch.zeros_like(verify_lens)

@@ -10,8 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
 
-def allocate(confidence: Tensor, budget: int | Tensor, floors: Tensor, caps: Tensor, eps: float) -> Tensor:
+
+def allocate(
+    confidence: Tensor,
+    budget: int | Tensor,
+    floors: Tensor,
+    caps: Tensor,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> Tensor:
     """Verify lengths that spend `budget` drafts on the largest survivals.
 
     All (request, position) pairs are ranked by survival descending, position ascending, request ascending; the
@@ -30,6 +39,10 @@ def allocate(confidence: Tensor, budget: int | Tensor, floors: Tensor, caps: Ten
     Returns:
         int64 [R], rows to verify: floors ≤ result ≤ caps.
     """
+    if runs_triton(confidence, implementation):
+        from .triton import allocate as twin
+
+        return twin.allocate(confidence, budget, floors, caps, eps)
     num_reqs, gamma = confidence.shape
     floors = torch.minimum(floors, caps)
     if gamma == 0 or num_reqs == 0:

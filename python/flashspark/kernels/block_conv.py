@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
+
 
 def conv_coefficients(base: Tensor, delta: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Coefficients of both sides of a convolution: `base[side, tap, c] + delta[..., side, tap, c // group]`.
@@ -33,3 +35,19 @@ def block_conv(y: Tensor, coefficients: list[Tensor], residual: Tensor | None = 
         rows = width - tap
         out.narrow(1, tap, rows).addcmul_(y.narrow(1, 0, rows), coefficient.narrow(1, tap, rows))
     return out
+
+
+def dynamic_block_conv(
+    y: Tensor,
+    base: Tensor,
+    delta: Tensor,
+    side: int,
+    residual: Tensor | None = None,
+    implementation: Implementation | None = None,
+) -> Tensor:
+    """`block_conv` of `y` with the coefficients of one side, in one go; arguments as of the two functions above."""
+    if runs_triton(y, implementation):
+        from .triton import block_conv as twin
+
+        return twin.dynamic_block_conv(y, base, delta, side, residual)
+    return block_conv(y, conv_coefficients(base, delta)[side], residual)

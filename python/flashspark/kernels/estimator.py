@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
+
 FEATURE_LIMIT = 40.0  # exp(-40) is a probability no outcome will ever resolve
 NUM_MOMENTS = 6  # per class and position: sums of v f^2, e f, v f, v, e, 1 with v = p (1 - p), e = y - p
 RIDGE = 1e-3
@@ -42,7 +44,13 @@ def logit_of_largest(scores: Tensor, temperature: Tensor) -> Tensor:
     return others.sum(dim=-1).log_().neg_().clamp_(-FEATURE_LIMIT, FEATURE_LIMIT)
 
 
-def predict(feature: Tensor, classes: Tensor | None, slope: Tensor, intercepts: Tensor) -> Tensor:
+def predict(
+    feature: Tensor,
+    classes: Tensor | None,
+    slope: Tensor,
+    intercepts: Tensor,
+    implementation: Implementation | None = None,
+) -> Tensor:
     """`sigmoid(slope[class] * feature + intercepts[class])`.
 
     Args:
@@ -54,6 +62,10 @@ def predict(feature: Tensor, classes: Tensor | None, slope: Tensor, intercepts: 
     Returns:
         float32 [R, g].
     """
+    if runs_triton(feature, implementation):
+        from .triton import estimator as twin
+
+        return twin.predict(feature, classes, slope, intercepts)
     if classes is None:
         return torch.addcmul(intercepts, slope, feature).sigmoid_()
     return torch.addcmul(intercepts[classes], slope[classes].unsqueeze(1), feature).sigmoid_()
@@ -80,6 +92,7 @@ def observe(
     num_accepted: Tensor,
     verify_lens: Tensor,
     eligible: Tensor,
+    implementation: Implementation | None = None,
 ) -> None:
     """Adds one step's outcomes to `moments`, in place.
 
@@ -93,6 +106,11 @@ def observe(
         num_accepted, verify_lens: int64 [R].
         eligible: bool [R]; other rows leave no trace.
     """
+    if runs_triton(feature, implementation):
+        from .triton import estimator as twin
+
+        twin.observe(moments, feature, prediction, classes, num_accepted, verify_lens, eligible)
+        return
     gamma = feature.shape[1]
     observed = observed_mask(num_accepted, verify_lens, gamma) & eligible.unsqueeze(1)
     observed &= feature.isfinite() & prediction.isfinite()
@@ -117,6 +135,7 @@ def refit(
     ridge: float = RIDGE,
     damping: float = DAMPING,
     max_step: float = MAX_STEP,
+    implementation: Implementation | None = None,
 ) -> None:
     """One damped ridge Newton step of each class on its window of observations; clears the window. In place.
 
@@ -131,6 +150,11 @@ def refit(
     Args:
         slope: [C]; intercepts: [C, g]; moments: float64 [C, NUM_MOMENTS, g].
     """
+    if runs_triton(moments, implementation):
+        from .triton import estimator as twin
+
+        twin.refit(slope, intercepts, moments, ridge, damping, max_step)
+        return
     square, slope_error, mixed, weight, error, count = moments.unbind(dim=1)  # [C, g] each
     weight = weight + ridge
     total = count.sum(dim=1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from .dispatch import Implementation, runs_triton
 from .selector import MIN_TEMPERATURE
 from .target_probs import sample_categorical
 
@@ -49,6 +50,7 @@ def markov_walk(
     greedy: Tensor,
     uniforms: Tensor | None,
     forbidden_ids: Tensor | None = None,
+    implementation: Implementation | None = None,
 ) -> MarkovWalk:
     """One token per slot, from logits that know the token before it: the anchor for slot 0, then the realised one.
 
@@ -68,6 +70,7 @@ def markov_walk(
         forbidden_ids: int64 [F], never drawn (the mask token): their logits become -inf.
     """
     num_reqs, num_slots, vocab_size = logits.shape
+    with_triton = runs_triton(logits, implementation)
     if forbidden_ids is not None:
         logits.index_fill_(-1, forbidden_ids, float("-inf"))
     probs = None
@@ -84,6 +87,10 @@ def markov_walk(
             at_slot = None if projected is None else projected[:, slot]
             features, state = _features(markov, embedding(previous, markov.embedding), at_slot, state)
             _add_product(corrected, features, markov.output)
+        if with_triton:
+            previous = _draw_with_triton(corrected, slot, temperature, greedy, uniforms, probs)
+            chosen.append(previous)
+            continue
         previous = corrected.argmax(-1)
         if probs is not None and uniforms is not None:
             q = torch.softmax(corrected * scale, dim=-1)
@@ -91,10 +98,25 @@ def markov_walk(
             torch.mul(q, draws, out=probs[:, slot])  # zero for greedy rows, whose point mass comes last
         chosen.append(previous)
     tokens = torch.stack(chosen, dim=1)
-    if probs is not None:
+    if probs is not None and not with_triton:
         at_token = torch.where(greedy[:, None], 1.0, probs.gather(2, tokens[..., None]).squeeze(2))
         probs.scatter_(2, tokens[..., None], at_token[..., None])
     return MarkovWalk(tokens, probs, logits)
+
+
+def _draw_with_triton(
+    corrected: Tensor,
+    slot: int,
+    temperature: Tensor,
+    greedy: Tensor,
+    uniforms: Tensor | None,
+    probs: Tensor | None,
+) -> Tensor:
+    from .triton import markov_walk as twin
+
+    noise = None if uniforms is None else uniforms[:, slot]
+    q = None if probs is None else probs[:, slot]
+    return twin.draw_slot(corrected, temperature, greedy, noise, q, MIN_TEMPERATURE)
 
 
 def _features(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
+
 _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -39,7 +41,9 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def step_uniforms(seeds: Tensor, choices: Tensor, steps: Tensor, num_rows: int) -> Tensor:
+def step_uniforms(
+    seeds: Tensor, choices: Tensor, steps: Tensor, num_rows: int, implementation: Implementation | None = None
+) -> Tensor:
     """The uniforms of one verify step, for every block row and purpose.
 
     The key is the request's seed, the counter (verify-step index, row, choice index, 0); the purpose picks the
@@ -52,6 +56,10 @@ def step_uniforms(seeds: Tensor, choices: Tensor, steps: Tensor, num_rows: int) 
     Returns:
         float64 [R, num_rows, 4], strictly between 0 and 1.
     """
+    if runs_triton(seeds, implementation):
+        from .triton import philox as twin
+
+        return twin.step_uniforms(seeds, choices, steps, num_rows, _ROUNDS)
     num_reqs = seeds.shape[0]
     rows = torch.arange(num_rows, device=seeds.device).expand(num_reqs, -1)
     counter = torch.stack(

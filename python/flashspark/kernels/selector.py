@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from .estimator import logit_of_largest
+from .dispatch import Implementation, runs_triton
+from .estimator import FEATURE_LIMIT, logit_of_largest
 
 MIN_TEMPERATURE = 1e-5  # below it a softmax over score differences overflows; such rows are greedy anyway
 
 
 def top_candidates(
-    logits: Tensor, k: int, forbidden_ids: Tensor | Sequence[int] = ()
+    logits: Tensor,
+    k: int,
+    forbidden_ids: Tensor | Sequence[int] = (),
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `k` largest of each row: `(ids [N, k] int64, scores [N, k] float32)`, best first.
 
@@ -22,6 +26,10 @@ def top_candidates(
     token, padding of the vocabulary) are never candidates: their logits are overwritten with -inf in place, so
     hand over logits of your own.
     """
+    if runs_triton(logits, implementation):
+        from .triton import top_tokens as twin
+
+        return twin.top_tokens(logits, k, forbidden_ids)
     if isinstance(forbidden_ids, Tensor):
         logits.index_fill_(-1, forbidden_ids, float("-inf"))
     else:
@@ -67,6 +75,7 @@ def selector_walk(
     greedy: Tensor,
     uniforms: Tensor,
     any_sampled: bool = True,
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token per slot, each scored against the token really chosen before it.
 
@@ -81,6 +90,20 @@ def selector_walk(
     mass, the others draw from `softmax(S / temperature)` over the K candidates by inverse CDF and store it. `q` is
     the distribution of the row that the realised predecessor selects; off the candidates it is zero.
     """
+    if runs_triton(scores, implementation):
+        from .triton import selector as twin
+
+        args = (
+            scores,
+            ids,
+            anchors,
+            projected,
+            predecessor_codebook,
+            successor_codebook,
+            temperature,
+            greedy,
+        )
+        return twin.selector_walk(*args, uniforms, any_sampled, MIN_TEMPERATURE, None)[:2]
     pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
     return _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)[:2]
 
@@ -96,6 +119,7 @@ def selector_walk_with_feature(
     greedy: Tensor,
     uniforms: Tensor,
     any_sampled: bool = True,
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`selector_walk`, and beside its two results the acceptance feature [R, g] float32 of every slot.
 
@@ -103,6 +127,20 @@ def selector_walk_with_feature(
     request's temperature, and at 1 for greedy rows: from the softmax that their point mass replaced. It depends on
     the tokens chosen before the slot and never on the slot's own.
     """
+    if runs_triton(scores, implementation):
+        from .triton import selector as twin
+
+        args = (
+            scores,
+            ids,
+            anchors,
+            projected,
+            predecessor_codebook,
+            successor_codebook,
+            temperature,
+            greedy,
+        )
+        return twin.selector_walk(*args, uniforms, any_sampled, MIN_TEMPERATURE, FEATURE_LIMIT)
     pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
     tokens, q, rows = _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)
     realised = pairs.gather(2, rows)[:, :, 0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
+
 
 def adjust_logits(
     logits: Tensor,
@@ -75,7 +77,9 @@ def target_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     return torch.zeros_like(probs).scatter_(-1, order, ranked.to(probs.dtype))
 
 
-def sample_categorical(weights: Tensor, uniforms: Tensor) -> Tensor:
+def sample_categorical(
+    weights: Tensor, uniforms: Tensor, implementation: Implementation | None = None
+) -> Tensor:
     """Inverse-CDF draw from unnormalised weights.
 
     Args:
@@ -85,6 +89,10 @@ def sample_categorical(weights: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         int64 [N]: the first token whose cumulative weight exceeds `uniform * total`; never one of weight 0.
     """
+    if runs_triton(weights, implementation):
+        from .triton import sampling as twin
+
+        return twin.sample_categorical(weights, uniforms)
     cdf = weights.to(torch.float64).cumsum(-1)
     wanted = uniforms[:, None] * cdf[:, -1:]
     drawn = torch.searchsorted(cdf, wanted, right=True).squeeze(-1)

@@ -1,0 +1,54 @@
+"""Allocation and packing in Triton: integers, equal to their references."""
+
+import pytest
+import torch
+
+from flashspark.kernels.allocate import allocate
+from flashspark.kernels.pack_rows import pack_rows
+from parity import DEVICE, NEEDS_TRITON, integers, rand
+
+pytestmark = NEEDS_TRITON
+
+
+@pytest.mark.parametrize(("num_reqs", "gamma"), [(1, 1), (1, 7), (5, 3), (9, 15)])
+def test_allocate(num_reqs, gamma):
+    floors = integers([1 + r % 3 for r in range(num_reqs)])
+    caps = integers([gamma + 1 - r % 2 for r in range(num_reqs)])
+    for seed, eps in ((0, 0.0), (1, 0.05)):
+        confidence = rand(num_reqs, gamma, seed=seed) ** 0.3
+        if seed:  # ties, and values that are no probabilities
+            confidence = (confidence * 4).round() / 4
+            confidence[0, 0], confidence[-1, -1] = float("nan"), 7.0
+        for budget in (0, num_reqs, num_reqs * gamma // 2 + 1, 10**6):
+            expected = allocate(confidence, budget, floors, caps, eps, "torch")
+            assert torch.equal(allocate(confidence, budget, floors, caps, eps, "triton"), expected)
+            on_device = allocate(confidence, integers(budget), floors, caps, eps, "triton")
+            assert torch.equal(on_device, expected)
+
+
+def test_allocate_without_drafts():
+    floors, caps = integers([2, 1, 3]), integers([1, 1, 4])
+    got = allocate(rand(3, 0), 5, floors, caps, 0.0, "triton")
+    assert got.tolist() == [1, 1, 3] == allocate(rand(3, 0), 5, floors, caps, 0.0, "torch").tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("lens", "padding"), [([3], 0), ([1, 4, 2], 5), ([4, 4, 4, 1, 3], 40), ([1], 1)])
+def test_pack_rows(lens, padding, page_size):
+    """Drafts past a cutoff, rows of others and pages past a request's own are poison that must not come through."""
+    gamma, poison, max_rows = 3, -(10**9), 6
+    context_lens = torch.full((max_rows,), poison)
+    anchors, page_table = torch.full((max_rows,), poison), torch.full((max_rows, 40), poison)
+    rows = torch.randperm(max_rows, generator=torch.Generator().manual_seed(padding))[: len(lens)]
+    drafts = torch.arange(len(lens) * gamma).view(-1, gamma) + 300
+    for r, (row, length) in enumerate(zip(rows.tolist(), lens, strict=True)):
+        context_lens[row], anchors[row] = 7 * r + 2, 100 + row
+        num_pages = -(-(7 * r + 2 + length) // page_size)
+        page_table[row, :num_pages] = torch.arange(num_pages) * 3 + 50 * row
+        drafts[r, length - 1 :] = poison
+    args = [x.to(DEVICE) for x in (rows, anchors, context_lens, page_table)]
+    args += [page_size, drafts.to(DEVICE), integers(lens), sum(lens) + padding]
+    got = pack_rows(*args, implementation="triton")
+    for name, a, b in zip(got._fields, got, pack_rows(*args, implementation="torch"), strict=True):
+        assert torch.equal(a, b), name
+    assert (torch.stack(got[2:6]) >= 0).all()
