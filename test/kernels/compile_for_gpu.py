@@ -18,10 +18,12 @@ from flashspark.kernels import estimator, qk_norm_rope, rms_norm, silu_mul
 from flashspark.kernels.accept import accept_greedy, accept_sampled
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
+from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.markov_walk import markov_walk
 from flashspark.kernels.pack_rows import pack_rows
 from flashspark.kernels.philox import step_uniforms
 from flashspark.kernels.selector import selector_walk_with_feature, top_candidates
+from flashspark.kernels.target_probs import adjust_logits, target_probs
 from flashspark.kernels.top_tokens import best_tokens
 from flashspark.kernels.triton import paged_attention
 
@@ -103,6 +105,7 @@ def planning(n: int, dtype: torch.dtype) -> None:
     for budget in (5, ids()):
         allocate(floats(n, 7), budget, ids(n), ids(n), 0.01, "triton")
     pack_rows(ids(n), ids(n), ids(n), ids(n, n), n, ids(n, 7), ids(n), 8 * n, implementation="triton")
+    commit_rows(ids(n), ids(n), ids(n), ids(n, 8), ids(n), "triton")
     step_uniforms(ids(n), ids(n), ids(n), 8, "triton")
 
 
@@ -110,6 +113,10 @@ def tokens(n: int, dtype: torch.dtype) -> None:
     logits = zeros(n, VOCAB_SIZE, dtype=dtype)
     best_tokens(logits, "triton")
     top_candidates(logits, 16, ids(1), "triton")
+    scores, values, marks = floats(n, VOCAB_SIZE), floats(n), flags(n, VOCAB_SIZE)
+    target_probs(scores, values, ids(n), values, values, "triton")
+    counts = scores.to(torch.int32)
+    adjust_logits(scores, counts, marks, values, values, values, scores, marks, "triton")
     accept_greedy(ids(n, 8), ids(n, 7), ids(n), "triton")
     for candidate_ids, k in ((ids(n, 7, 16), 16), (None, VOCAB_SIZE)):
         args = (floats(n, VOCAB_SIZE), ids(n, 8), ids(n, 7), candidate_ids, floats(n, 7, k), ids(n))

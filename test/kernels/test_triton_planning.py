@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from flashspark.kernels.allocate import allocate
+from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.pack_rows import pack_rows
 from parity import DEVICE, NEEDS_TRITON, integers, rand
 
 pytestmark = NEEDS_TRITON
 
 
-@pytest.mark.parametrize(("num_reqs", "gamma"), [(1, 1), (1, 7), (5, 3), (9, 15)])
+@pytest.mark.parametrize(("num_reqs", "gamma"), [(1, 1), (1, 7), (4, 3), (6, 9)])
 def test_allocate(num_reqs, gamma):
     floors = integers([1 + r % 3 for r in range(num_reqs)])
     caps = integers([gamma + 1 - r % 2 for r in range(num_reqs)])
@@ -19,7 +20,7 @@ def test_allocate(num_reqs, gamma):
         if seed:  # ties, and values that are no probabilities
             confidence = (confidence * 4).round() / 4
             confidence[0, 0], confidence[-1, -1] = float("nan"), 7.0
-        for budget in (0, num_reqs, num_reqs * gamma // 2 + 1, 10**6):
+        for budget in (num_reqs, num_reqs * gamma // 2 + 1, 10**6):
             expected = allocate(confidence, budget, floors, caps, eps, "torch")
             assert torch.equal(allocate(confidence, budget, floors, caps, eps, "triton"), expected)
             on_device = allocate(confidence, integers(budget), floors, caps, eps, "triton")
@@ -33,7 +34,7 @@ def test_allocate_without_drafts():
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("lens", "padding"), [([3], 0), ([1, 4, 2], 5), ([4, 4, 4, 1, 3], 40), ([1], 1)])
+@pytest.mark.parametrize(("lens", "padding"), [([3], 0), ([1, 4, 2], 5), ([4, 4, 1, 3], 40), ([1], 1)])
 def test_pack_rows(lens, padding, page_size):
     """Drafts past a cutoff, rows of others and pages past a request's own are poison that must not come through."""
     gamma, poison, max_rows = 3, -(10**9), 6
@@ -52,3 +53,21 @@ def test_pack_rows(lens, padding, page_size):
     for name, a, b in zip(got._fields, got, pack_rows(*args, implementation="torch"), strict=True):
         assert torch.equal(a, b), name
     assert (torch.stack(got[2:6]) >= 0).all()
+
+
+def test_commit_rows():
+    """130 of 200 rows move on; the others keep what they have."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(200, generator=generator)[:130].to(DEVICE)
+    tokens = integers(torch.randint(1000, (130, 6), generator=generator))
+    num_tokens = integers(torch.randint(1, 7, (130,), generator=generator))
+    context_lens, anchors = integers(torch.arange(200)), integers(torch.arange(200) + 5000)
+    for implementation in ("torch", "triton"):
+        lens, last = context_lens.clone(), anchors.clone()
+        commit_rows(lens, last, rows, tokens, num_tokens, implementation)
+        assert torch.equal(lens[rows], rows + num_tokens)
+        picked = [row[n - 1] for row, n in zip(tokens.tolist(), num_tokens.tolist(), strict=True)]
+        assert last[rows].tolist() == picked
+        others = torch.ones(200, dtype=torch.bool, device=DEVICE).index_fill_(0, rows, False)
+        assert torch.equal(lens[others], context_lens[others])
+        assert torch.equal(last[others], anchors[others])

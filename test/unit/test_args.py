@@ -78,6 +78,10 @@ def test_spellings(argv, field, value):
         (["--dp", "2"], ["--dp-size 2", "docs/scale-out.md"]),
         (["--nnodes", "2"], ["--nnodes 2", "docs/scale-out.md"]),
         (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native"]),
+        (
+            ["--attention-backend", "triton", "--decode-attention-backend", "torch_native"],
+            ["--decode-attention-backend torch_native", "--attention-backend alone"],
+        ),
         (["--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["--load-format", "gguf"], ["--load-format gguf", "safetensors"]),
         (["--ragged-verify-mode", "ragged"], ["--ragged-verify-mode ragged", "static, cap-accept, compact"]),

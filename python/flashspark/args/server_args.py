@@ -285,6 +285,11 @@ class ServerArgs:
             self._set("max_running_requests", default)
         for name in ("json_model_override_args", "preferred_sampling_params", "cuda_graph_config"):
             _check_json_object(flag_name(name), getattr(self, name))
+        for name in ("prefill_attention_backend", "decode_attention_backend"):
+            value = getattr(self, name)
+            if value is not None and self.attention_backend not in ("auto", value):
+                remedy = "prefill and decoding run on one backend: give --attention-backend alone"
+                raise ArgumentError(flag_name(name), value, remedy)
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk < 1:
             raise ArgumentError("--chunked-prefill-size", chunk, "use -1 or a number above 0")

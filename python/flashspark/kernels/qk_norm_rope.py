@@ -23,20 +23,21 @@ def qk_norm_rope(
     """Norms and turns the query and key heads of `qkv`, and scales the value heads.
 
     Args:
-        qkv: [M, Hq + 2 * Hkv, D], heads of queries, keys, values; a row's heads lie together. Hq may be 0.
+        qkv: [..., Hq + 2 * Hkv, D], heads of queries, keys, values; a row's heads lie together. Hq may be 0.
         weight: [Hq + Hkv, D], the norms' weights, queries first.
-        cos, sin: [M, 1, D], the tables of `rope` at the rows' positions, in the dtype of `qkv`.
+        cos, sin: [..., 1, D], the tables of `rope` at the rows' positions, in the dtype of `qkv`.
 
     Returns:
-        q [M, Hq, D], k and v [M, Hkv, D].
+        q [..., Hq, D], k and v [..., Hkv, D].
     """
     if runs_triton(qkv, implementation):
         from .triton import qk_norm_rope as twin
 
         return twin.qk_norm_rope(qkv, weight, eps, cos, sin, num_kv_heads, value_scale)
-    qk, v = torch.split_with_sizes(qkv, [qkv.shape[1] - num_kv_heads, num_kv_heads], 1)
+    num_turned = qkv.shape[-2] - num_kv_heads
+    qk, v = torch.split_with_sizes(qkv, [num_turned, num_kv_heads], -2)
     turned = rope(rms_norm(qk, weight, eps, "torch"), cos, sin)
-    q, k = torch.split_with_sizes(turned, [qk.shape[1] - num_kv_heads, num_kv_heads], 1)
+    q, k = torch.split_with_sizes(turned, [num_turned - num_kv_heads, num_kv_heads], -2)
     return q, k, v if value_scale == 1.0 else v * value_scale
 
 
@@ -52,7 +53,9 @@ def qk_norm_rope_write(
     value_scale: float = 1.0,
     implementation: Implementation | None = None,
 ) -> Tensor:
-    """As `qk_norm_rope`, with k and v written to `slots` [M] int64 of the caches [num_slots, Hkv, D]: returns q.
+    """As `qk_norm_rope` of rows [M], with k and v written to `slots` [M] int64 of the caches [num_slots, Hkv, D].
+
+    Returns q.
 
     Of rows with equal slots (padding, in the scratch slot) any one wins.
     """

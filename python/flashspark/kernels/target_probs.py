@@ -17,6 +17,7 @@ def adjust_logits(
     presence_penalty: Tensor,
     bias: Tensor,
     suppressed: Tensor,
+    implementation: Implementation | None = None,
 ) -> Tensor:
     """Penalties, logit bias and suppressed tokens, in this order.
 
@@ -34,6 +35,19 @@ def adjust_logits(
     Returns:
         float32 [N, V], a new tensor.
     """
+    if runs_triton(logits, implementation):
+        from .triton import target_probs as twin
+
+        return twin.adjust_logits(
+            logits,
+            output_counts,
+            prompt_seen,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            bias,
+            suppressed,
+        )
     counts = output_counts.to(logits.dtype)
     in_output = counts > 0
     factor = torch.where(in_output | prompt_seen, repetition_penalty[:, None], torch.ones_like(logits))
@@ -44,7 +58,14 @@ def adjust_logits(
     return adjusted.masked_fill_(suppressed, float("-inf"))
 
 
-def target_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def target_probs(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    implementation: Implementation | None = None,
+) -> Tensor:
     """The serving distribution: temperature, then top-k, top-p, min-p, each on what the one before left.
 
     Top-k keeps the k largest logits; ties at the k-th value are kept in token order until k are held. Top-p
@@ -60,6 +81,10 @@ def target_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     Returns:
         float32 [N, V], each row summing to 1.
     """
+    if runs_triton(logits, implementation):
+        from .triton import target_probs as twin
+
+        return twin.target_probs(logits, temperature, top_k, top_p, min_p)
     probs = torch.softmax(logits / temperature[:, None], dim=-1)
     vocab_size = logits.shape[-1]
     limit = torch.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flashspark.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_write
 from flashspark.kernels.silu_mul import silu_mul
 from flashspark.layers.linear import ColumnLinear, Linear, RowLinear
 from flashspark.layers.norm import HeadNorms
@@ -45,8 +46,6 @@ class AttentionProjections:
         bias = config.attention_bias
         self.qkv = ColumnLinear(hidden, parts, bias=bias, dtype=dtype, device=device)
         self.output = RowLinear(q_size, {"o_proj": hidden}, bias=bias, dtype=dtype, device=device)
-        self._qk_v = (self.num_heads + self.num_kv_heads, self.num_kv_heads)
-        self._q_k = (self.num_heads, self.num_kv_heads)
         self.norms = HeadNorms(
             self.num_heads, self.num_kv_heads, head_dim, config.rms_norm_eps, dtype=dtype, device=device
         )
@@ -54,9 +53,16 @@ class AttentionProjections:
     def project(self, x: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [..., H] -> q [..., Hq, D], k and v [..., Hkv, D]; q and k normed and turned."""
         heads = self.qkv(x).view(*x.shape[:-1], -1, self.head_dim)
-        qk, v = torch.split_with_sizes(heads, self._qk_v, -2)
-        q, k = torch.split_with_sizes(rope.turn(self.norms(qk)), self._q_k, -2)
-        return q, k, v
+        norms = self.norms
+        return qk_norm_rope(heads, norms.weight, norms.eps, rope.cos, rope.sin, self.num_kv_heads)
+
+    def project_to(
+        self, x: Tensor, rope: RopeTables, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """As `project` of rows `x` [M, H], with keys and values written to `slots` [M] of the caches: q [M, Hq, D]."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        norms = self.norms
+        return qk_norm_rope_write(heads, norms.weight, norms.eps, rope.cos, rope.sin, slots, k_cache, v_cache)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.qkv, self.output)

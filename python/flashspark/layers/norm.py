@@ -24,7 +24,7 @@ class RMSNorm:
 
 
 class HeadNorms:
-    """The per-head norms of queries and keys, over both in one call: `x` [..., Hq + Hkv, D], queries first."""
+    """The per-head norms of queries and keys, for both in one call (`kernels.qk_norm_rope`), queries first."""
 
     def __init__(
         self,
@@ -39,9 +39,6 @@ class HeadNorms:
         self.weight = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
         self.num_heads = num_heads
         self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
     @property
     def key_weight(self) -> Tensor:

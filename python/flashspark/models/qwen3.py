@@ -45,17 +45,15 @@ class Qwen3Layer:
         backend: AttentionBackend,
     ) -> Tensor:
         """The residual stream [M, H] after this layer, a new tensor; writes the rows' K/V to the pool."""
-        attention = self.attention
-        q, k, v = attention.project(self.input_norm(x), rope)
-        pool.write(layer, queries.slots, k, v)
-        out = backend.ragged(q, pool.k[layer], pool.v[layer], queries, attention.scale)
+        attention, k_cache, v_cache = self.attention, pool.k[layer], pool.v[layer]
+        q = attention.project_to(self.input_norm(x), rope, queries.slots, k_cache, v_cache)
+        out = backend.ragged(q, k_cache, v_cache, queries, attention.scale)
         x = attention.output.add_to(x, out)
         return self.mlp.add_to(x, self.post_attention_norm(x))
 
     def write_kv(self, x: Tensor, rope: RopeTables, layer: int, queries: RaggedQueries, pool: KVPool) -> None:
         """Nothing but the rows' K/V, for rows whose residual stream nobody reads after this layer."""
-        _, k, v = self.attention.project(self.input_norm(x), rope)
-        pool.write(layer, queries.slots, k, v)
+        self.attention.project_to(self.input_norm(x), rope, queries.slots, pool.k[layer], pool.v[layer])
 
     def parameters(self) -> NamedParameters:
         yield from prefixed("input_layernorm", self.input_norm.parameters())

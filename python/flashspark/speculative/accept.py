@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.top_tokens import best_tokens
 
 from .sampling import SamplingRows, StepSampling
 from .types import Accepted, DraftBlock, RaggedLayout
@@ -28,20 +29,19 @@ def accept(
         verify_lens, rows, context_lens: int64 [R]; `context_lens` is n before the step.
     """
     drafts = draft.tokens
-    best = logits.max(-1)
-    target_ids = best.indices[layout.block_rows]
+    best_ids, best_logits = best_tokens(logits)
+    target_ids = best_ids[layout.block_rows]
     # Rows past the cutoff, which cap-accept computes too, may be anything. The maximum of a row with a NaN is NaN.
     is_cut = torch.arange(drafts.shape[1] + 1, device=drafts.device) >= verify_lens[:, None]
-    is_finite = (best.values.isfinite()[layout.block_rows] | is_cut).all(1)
+    is_finite = (best_logits.isfinite()[layout.block_rows] | is_cut).all(1)
     adjusted_logits: Tensor | None = None
     if step.adjusted is not None:
         chosen = step.adjusted
         adjusted_logits = sampling.adjust(
             step.adjusted_rows, logits[layout.block_rows[chosen]], drafts[chosen], context_lens[chosen]
         )
-        best = adjusted_logits.max(-1)
-        target_ids[chosen] = best.indices
-        is_finite[chosen] &= (best.values.isfinite() | is_cut[chosen]).all(1)
+        target_ids[chosen], best_logits = best_tokens(adjusted_logits)
+        is_finite[chosen] &= (best_logits.isfinite() | is_cut[chosen]).all(1)
     num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
+from flashspark.kernels.commit_rows import commit_rows
 
 from .accept import accept
 from .adaptive import AdaptiveVerifier, VerifyMode
@@ -166,9 +167,9 @@ class SpeculativeWorker:
     def _commit(self, rows: Tensor, step: StepSampling, accepted: Accepted) -> None:
         """Moves lengths, anchors and penalty counts on; K/V of the committed rows is in place already."""
         request_rows = self.runner.request_rows
-        request_rows.context_lens[rows] += accepted.num_tokens
-        request_rows.anchors[rows] = accepted.tokens.gather(1, accepted.num_tokens[:, None] - 1).squeeze(1)
-        self.sampling.commit(rows, step, accepted.tokens, accepted.num_tokens)
+        tokens, num_tokens = accepted.tokens, accepted.num_tokens
+        commit_rows(request_rows.context_lens, request_rows.anchors, rows, tokens, num_tokens)
+        self.sampling.commit(rows, step, tokens, num_tokens)
 
 
 def _empty_block(

@@ -75,9 +75,12 @@ def qk_norm_rope(
     qkv: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int, value_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.qk_norm_rope.qk_norm_rope`."""
-    shape = (qkv.shape[0], num_kv_heads, qkv.shape[2])
+    leading, dim = qkv.shape[:-2], qkv.shape[-1]
+    rows = qkv.reshape(-1, *qkv.shape[-2:])
+    shape = (rows.shape[0], num_kv_heads, dim)
     k, v = (torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
-    return _launch(qkv, weight, eps, cos, sin, None, k, v, value_scale), k, v
+    q = _launch(rows, weight, eps, cos, sin, None, k, v, value_scale)
+    return q.view(*leading, -1, dim), k.view(*leading, -1, dim), v.view(*leading, -1, dim)
 
 
 def qk_norm_rope_write(
