@@ -1,4 +1,7 @@
-"""Whole decode steps through the Triton attention backend."""
+"""Whole decode steps through the Triton attention backend, and who must not need it."""
+
+import subprocess
+import sys
 
 from harness import Harness, Job, count_excused
 from parity import DEVICE, NEEDS_TRITON
@@ -20,3 +23,8 @@ def test_greedy_output_is_that_of_the_reference_backend(tmp_path):
     got = [result.tokens for result in harness.run(jobs)]
     assert [len(tokens) for tokens in got] == [6, 5]
     assert count_excused(plain, jobs, expected, got) == 0
+
+
+def test_a_cpu_engine_imports_no_triton():
+    code = "import sys, flashspark.scheduler.process; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
