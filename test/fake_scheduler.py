@@ -2,7 +2,8 @@
 
 A request's output is its prompt's ids over and over, so that a test decides by its prompt what text comes
 back. Steps commit `WIDTH` tokens (one with speculation off); stop ids and strings end an answer inside a
-step, as the engine does it. Negative seeds are orders, see `SEED_*`.
+step, as the engine does it. Negative seeds are orders, see `SEED_*`. Log-probabilities follow from positions, see
+`fake_logprobs`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flashspark.ipc import (
     FlushCacheRequest,
     GenerateRequest,
     Heartbeat,
+    LogprobParams,
     MetricSample,
     MetricsReply,
     MetricsRequest,
@@ -39,6 +41,7 @@ from flashspark.ipc import (
     SpeculativeStats,
     StateReply,
     StateRequest,
+    TokenLogprobs,
     TokenOrigin,
 )
 from flashspark.text import StopMatcher, TextTokenizer
@@ -80,6 +83,19 @@ CHARTS = dict.fromkeys(
 }
 
 
+def fake_logprobs(params: LogprobParams, ids: list[int], positions: range) -> TokenLogprobs:
+    """Minus an eighth per position; the best are the token itself and the ids after it, one less each; a listed id
+    has minus itself."""
+    values = [-position / 8 for position in positions]
+    tops = range(params.num_top)
+    return TokenLogprobs(
+        values,
+        [[value - j for j in tops] for value in values] if tops else [],
+        [[token + j for j in tops] for token in ids] if tops else [],
+        [[-float(i) for i in params.token_ids] for _ in ids] if params.token_ids else [],
+    )
+
+
 @dataclass
 class Running:
     request: GenerateRequest
@@ -90,6 +106,7 @@ class Running:
     num_accepted: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * WIDTH)
     next_step_s: float = 0.0
+    has_told_prompt: bool = False
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -101,6 +118,8 @@ class Running:
 
     def step(self) -> RequestOutput:
         sampling, ids = self.request.sampling, self.request.input_ids
+        if sampling.max_new_tokens == 0:  # its prompt is all that is asked about
+            return self.output([], FinishReason("length"))
         drafts = self.request.speculation != "off"
         width = min(WIDTH, self.request.max_verify_len or WIDTH) if drafts else 1
         new: list[int] = []
@@ -132,6 +151,12 @@ class Running:
             last: TokenOrigin = "bonus" if self.num_steps else "target"
             origins = ["draft" if i < len(new) - 1 else last for i in range(len(new))]
         stats = stats if self.num_steps else SpeculativeStats()
+        params, num_prompt, prompt_logprobs = self.request.logprobs, len(self.request.input_ids), None
+        if params is not None and not self.has_told_prompt and params.start < num_prompt - 1:
+            self.has_told_prompt = True
+            positions = range(params.start + 1, num_prompt)
+            prompt_logprobs = fake_logprobs(params, self.request.input_ids[positions.start :], positions)
+        at = num_prompt + self.num_tokens
         return RequestOutput(
             self.request.request_id,
             new,
@@ -139,6 +164,8 @@ class Running:
             stats,
             queue_seconds=QUEUE_SECONDS,
             token_origins=origins,
+            logprobs=None if params is None else fake_logprobs(params, new, range(at - len(new), at)),
+            prompt_logprobs=prompt_logprobs,
         )
 
 

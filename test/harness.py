@@ -11,7 +11,15 @@ from torch import Tensor
 
 from flashspark.args import ServerArgs
 from flashspark.args.server_args import resolve_model_path
-from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SamplingParams, SpeculativeStats
+from flashspark.ipc import (
+    FinishReason,
+    GenerateRequest,
+    LogprobParams,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeStats,
+    TokenLogprobs,
+)
 from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.request import Request
 from flashspark.scheduler.scheduler import Scheduler
@@ -37,6 +45,7 @@ class Job:
     sampling: dict = field(default_factory=dict)
     token_origin: bool = False
     message: dict = field(default_factory=dict)  # further fields of `GenerateRequest`
+    logprobs: LogprobParams | None = None
 
 
 @dataclass
@@ -50,6 +59,8 @@ class Result:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_retractions: int = 0
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each message that had tokens
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each message that had any
 
 
 class Harness:
@@ -77,6 +88,8 @@ class Harness:
         result.finish, result.stats = output.finish, output.speculative
         result.num_retractions = output.num_retractions
         result.num_cached_tokens = output.num_cached_tokens
+        result.logprobs += [output.logprobs] if output.logprobs is not None else []
+        result.prompt_logprobs += [output.prompt_logprobs] if output.prompt_logprobs is not None else []
 
     def make_adaptive(self, mode: VerifyMode, table=None, grid=None, **settings) -> AdaptiveVerifier:
         """Switches to cap-accept or compact, with a source of confidence as a server would choose it."""
@@ -182,6 +195,7 @@ def to_message(request_id: str, job: Job) -> GenerateRequest:
         max_verify_len=job.max_verify_len,
         return_token_origin=job.token_origin,
         **job.message,
+        logprobs=job.logprobs,
     )
 
 

@@ -41,6 +41,9 @@ def random_request(rng: random.Random, vocab_size: int, max_new_tokens: int) -> 
     speculation = rng.choice([None, None, None, {"mode": "off"}, {"mode": "static", "max_verify_len": 1}])
     text = "".join(rng.choices(WORDS, k=rng.randint(1, 30)))
     common = {"stream": rng.random() < 0.5, "speculation": speculation}
+    asks, start = num_new % 3 == 0, -(num_new % 2)  # some want log-probabilities, of the prompt too
+    native = {"return_logprob": asks, "logprob_start_len": start, "top_logprobs_num": 2 * asks}
+    counted = {"logprobs": num_new % 4 if asks else None}
     match rng.choice(["generate", "ids", "completions", "chat"]):
         case "generate":
             text_or_batch = text if rng.random() < 0.7 else [text, text[::-1]]
@@ -49,6 +52,7 @@ def random_request(rng: random.Random, vocab_size: int, max_new_tokens: int) -> 
                 "sampling_params": sampling
                 | {"max_new_tokens": num_new, "min_new_tokens": rng.choice([0, num_new // 2])},
                 **common,
+                **native,
             }
         case "ids":
             ids = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))]
@@ -57,12 +61,14 @@ def random_request(rng: random.Random, vocab_size: int, max_new_tokens: int) -> 
                 "input_ids": ids,
                 "sampling_params": sampling | seeded | {"max_new_tokens": num_new},
                 **common,
+                **native,
             }
         case "completions":
-            return "/v1/completions", {"prompt": text, "max_tokens": num_new, **sampling, **common}
+            return "/v1/completions", {"prompt": text, "max_tokens": num_new, **sampling, **common, **counted}
         case _:
             messages = [{"role": "user", "content": text}]
-            return "/v1/chat/completions", {"messages": messages, "max_tokens": num_new, **sampling, **common}
+            chat = {"messages": messages, "max_tokens": num_new, "logprobs": asks}
+            return "/v1/chat/completions", {**chat, **sampling, **common}
 
 
 def spoil(rng: random.Random, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +89,8 @@ def _check_answer(path: str, response: httpx.Response) -> None:
     if path == "/generate":
         for answer in answers if isinstance(answers, list) else [answers]:
             assert answer["meta_info"]["finish_reason"]["type"] in {"stop", "length", "abort"}, answer
+            ids = [entry[1] for entry in answer["meta_info"].get("output_token_logprobs", [])]
+            assert ids in ([], answer["output_ids"])
     else:
         assert all(choice["finish_reason"] for choice in answers["choices"]), answers
         assert answers["usage"]["completion_tokens"] >= 0

@@ -74,6 +74,9 @@ DSPARK_DEBUG_DUMP = EnvVar("SGLANG_DSPARK_DEBUG_DUMP", "", str)
 SIMULATE_ACC_LEN = EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float)
 SIMULATE_ACC_METHOD = EnvVar("SGLANG_SIMULATE_ACC_METHOD", "match-expected", str)
 
+# Log-probabilities of output tokens before temperature; shown in /server_info as return_original_logprob.
+RETURN_ORIGINAL_LOGPROB = EnvVar("SGLANG_RETURN_ORIGINAL_LOGPROB", False, _parse_bool)
+
 # A head's raw logits and what was accepted go to <stem>.<i>.pt, for `flashspark.benchmark.dspark_sts_fit`.
 DSPARK_STS_COLLECT_PATH = EnvVar("SGLANG_DSPARK_STS_COLLECT_PATH", "", str)
 

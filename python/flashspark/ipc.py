@@ -45,6 +45,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
 
 
+class LogprobParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Log-probabilities to report of every output token and of the prompt's tokens after `start`.
+
+    `start` is a position of the prompt; its last one asks for nothing of the prompt.
+    """
+
+    start: int
+    num_top: int = 0  # the most likely tokens of each position
+    token_ids: tuple[int, ...] = ()  # and these ids at each position
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     """One prompt, one choice."""
 
@@ -58,7 +69,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     max_verify_len: int | None = None  # rows per step, anchor included: 1 … W; None: W
     return_token_origin: bool = False
     cache_namespace: tuple[str, ...] = ()  # the prefix cache is shared by requests of the same one only
-    max_cached_tokens: int | None = None  # of the prompt from the prefix cache; None: all but its last token
+    logprobs: LogprobParams | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +152,15 @@ class SpeculativeStats(msgspec.Struct, frozen=True):
     num_uncapped_tokens: int | None = None
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of consecutive tokens. The inner lists are there where `LogprobParams` asks for them."""
+
+    values: list[float] = []  # one per token
+    top_values: list[list[float]] = []  # by token, descending
+    top_ids: list[list[int]] = []
+    listed_values: list[list[float]] = []  # by token, in the order of `LogprobParams.token_ids`
+
+
 class RequestOutput(msgspec.Struct, frozen=True, tag=True):
     """New tokens of one request, in order; the last message of a request carries `finish`."""
 
@@ -152,6 +172,8 @@ class RequestOutput(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int = 0
     queue_seconds: float | None = None  # from arrival until it first got a row; None: it has none yet
     token_origins: list[TokenOrigin] = []  # one per token, where the request asked for them
+    logprobs: TokenLogprobs | None = None  # of `token_ids`
+    prompt_logprobs: TokenLogprobs | None = None  # once, of the prompt's tokens after `LogprobParams.start`
 
 
 class SchedulerReady(msgspec.Struct, frozen=True, tag=True):

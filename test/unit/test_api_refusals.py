@@ -168,7 +168,7 @@ def test_min_tokens_above_max(server, path):
         ("/generate", {"text": ["a"], "sampling_params": [{"zzz": 1}]}, "sampling_params[0].zzz"),
         ("/generate", {"text": "a", "sampling_params": {"zzz": 1}}, "sampling_params.zzz"),
         ("/generate", {"text": "a", "sampling_params": 5}, "sampling_params"),
-        ("/generate", {"text": "a", "return_logprob": True}, "return_logprob"),
+        ("/generate", {"text": "a", "return_hidden_states": True}, "return_hidden_states"),
         ("/generate", {"text": "a", "zzz": 1}, "zzz"),
         ("/generate", {"text": ["a"] * 100, "sampling_params": {"n": 100}}, "4096"),
     ],

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashspark.demo import DEMO_MODELS, DEMO_PROMPTS
+from flashspark.ipc import LogprobParams
 from flashspark.scheduler.prefix_cache import CachedPage
 from flashspark.speculative.adaptive import VerifyMode
 from harness import Harness, Job, Result, count_excused
@@ -164,13 +165,21 @@ def test_choices_of_one_prompt_compute_it_once(folders, cold):  # noqa: F811
     check_output(cold, jobs, results)
 
 
-def test_a_request_may_limit_what_it_takes_from_the_cache(folders, cold):  # noqa: F811
-    """Whoever needs the logits of its prompt from a position on."""
+def test_log_probabilities_of_a_prompt_limit_what_is_taken_from_the_cache(folders, cold):  # noqa: F811
+    """Rows that have any to tell are run, and tell what they told without the cache."""
     harness = Harness(folders["target"])
-    jobs = [Job(SYSTEM, 8, message={"max_cached_tokens": limit}) for limit in (None, None, 31, 16, 0)]
+    starts = (0, 31, 16, 0, len(SYSTEM) - 1)
+    jobs = [Job(SYSTEM, 8), *(Job(SYSTEM, 8, logprobs=LogprobParams(start, 2)) for start in starts)]
     results = [harness.run([job])[0] for job in jobs]
-    assert [result.num_cached_tokens for result in results] == [0, 32, 16, 16, 0]
+    assert [result.num_cached_tokens for result in results] == [0, 0, 16, 16, 0, 32]
     check_output(cold, jobs, results)
+    (told,) = results[1].prompt_logprobs
+    assert len(told.values) == len(SYSTEM) - 1
+    for start, result in zip(starts[:4], results[1:5], strict=True):
+        (found,) = result.prompt_logprobs
+        assert found.values == pytest.approx(told.values[start:], abs=1e-4)
+        assert found.top_ids == told.top_ids[start:]
+    assert results[5].prompt_logprobs == []
 
 
 def test_namespaces_never_share(folders):  # noqa: F811

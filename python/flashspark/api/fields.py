@@ -31,6 +31,11 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 16384
 MAX_MESSAGES = 16384
+MAX_TOP_LOGPROBS = 256
+MAX_LOGPROB_IDS = 256
+MAX_PROMPT_LOGPROBS = (
+    1 << 20
+)  # of all prompts of a call: they come at once, and everyone else waits meanwhile
 MAX_FIELDS = 256  # of one object, known or not
 INT64 = 2**63
 
@@ -98,6 +103,9 @@ Bias = Annotated[float, Field(ge=-10000, le=10000, allow_inf_nan=False)]
 LogitBias = Annotated[dict[str, Bias], BeforeValidator(_logit_bias)]
 Interval = Annotated[int, Field(ge=1, le=INT64 - 1)]
 VerifyLen = Annotated[int, Field(ge=1, le=INT64 - 1)]  # the width of the block is the engine's to know
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+LogprobStart = Annotated[int, Field(ge=-1, le=INT64 - 1)]
+LogprobIds = Annotated[list[int], Field(max_length=MAX_LOGPROB_IDS, fail_fast=True)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flashspark.ipc import (
     FinishReason,
     GenerateRequest,
+    LogprobParams,
     RequestOutput,
     SamplingParams,
     SpeculationMode,
@@ -20,6 +21,7 @@ from flashspark.text.reasoning import ReasoningCounter
 
 from .engine_client import DuplicateRequest, EngineCall, EngineClient, EngineDead
 from .errors import RequestError, unavailable
+from .logprobs import ChoiceLogprobs
 from .metrics import RequestMetrics
 from .token_trail import TokenTrail
 
@@ -38,6 +40,14 @@ class Prompt:
     return_token_origin: bool = False
     cache_namespace: tuple[str, ...] = ()
     reasons_inside: bool | None = None  # whether answers begin as reasoning; None: nobody looks for it
+    logprobs: LogprobParams | None = None
+    logprob_text: bool = True  # whether log-probabilities come with the text of their ids
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether its answer has nothing to wait for: no output, and no log-probabilities of the prompt."""
+        scores = self.logprobs is not None and self.logprobs.start < len(self.input_ids) - 1
+        return self.sampling.max_new_tokens == 0 and not scores
 
 
 class Choice:
@@ -76,6 +86,9 @@ class Choice:
         if prompt.reasons_inside is not None:
             counted = tokenizer.detokenizer(prompt.sampling.skip_special_tokens)
             self._reasoning = ReasoningCounter(prompt.reasons_inside, counted)
+        self.logprobs: ChoiceLogprobs | None = None
+        if prompt.logprobs is not None:
+            self.logprobs = ChoiceLogprobs(prompt.logprobs, prompt.input_ids, tokenizer, prompt.logprob_text)
         self._num_text_taken = 0
         self._num_ids_taken = 0
 
@@ -95,6 +108,11 @@ class Choice:
         ids = self.token_ids[self._num_ids_taken :]
         self._num_ids_taken = len(self.token_ids)
         return ids
+
+    def take_logprobs(self) -> slice:
+        """Which tokens' log-probabilities belong to the text that became visible since the last call."""
+        assert self.logprobs is not None
+        return self.logprobs.take(self.logprobs.num_shown(self.num_released, self.finish))
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -121,13 +139,15 @@ class Choice:
         self.finish = output.finish
         if self._reasoning is not None:
             self._reasoning.push(output.token_ids)
+        if self.logprobs is not None:
+            self.logprobs.add(output)
         ids = output.token_ids
         if self._ends_with_stop_token(output) and not self.prompt.no_stop_trim:
             ids = ids[:-1]
-        exempt = self._detokenizer.push(ids[:num_exempt])
+        exempt = self._detokenize(ids[:num_exempt])
         self.text += exempt
         self._matcher.skip(exempt)
-        delta = self._detokenizer.push(ids[num_exempt:])
+        delta = self._detokenize(ids[num_exempt:])
         if self.finish is not None:
             delta += self._detokenizer.flush()
         self.text += delta
@@ -140,6 +160,16 @@ class Choice:
         if match is not None and self.finish.type == "stop" and isinstance(self.finish.matched, str):
             self.text = self.text[: match.end if self.prompt.no_stop_trim else match.start]
         self.num_released = len(self.text)
+
+    def _detokenize(self, ids: Sequence[int]) -> str:
+        """Text that follows `self.text`."""
+        if self.logprobs is None:
+            return self._detokenizer.push(ids)
+        text = ""
+        for token_id in ids:
+            self.logprobs.text_starts.append(len(self.text) + len(text))
+            text += self._detokenizer.push([token_id])
+        return text
 
     def _ends_with_stop_token(self, output: RequestOutput) -> bool:
         finish, ids = output.finish, output.token_ids
@@ -178,7 +208,7 @@ class Generation:
         """Submits everything. An answer of no tokens needs no engine and is finished at once."""
         requests = []
         for choice in self.choices:
-            if choice.prompt.sampling.max_new_tokens == 0:
+            if choice.prompt.is_empty:
                 choice.finish = FinishReason("length")
                 self._empty.append(choice)
                 continue
@@ -192,6 +222,7 @@ class Generation:
                     max_verify_len=self.max_verify_len,
                     return_token_origin=choice.prompt.return_token_origin,
                     cache_namespace=choice.prompt.cache_namespace,
+                    logprobs=choice.prompt.logprobs,
                 )
             )
         try:

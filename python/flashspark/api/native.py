@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from .answering import complete, stream
 from .context import ServerContext
 from .errors import RequestError, native_stream_error
 from .generation import Choice, Generation, Prompt, meta_info
+from .logprobs import check_num_values, native_logprobs
 from .protocol import GenerateBody, NativeSampling
 from .sampling import (
     cache_namespaces,
@@ -55,10 +57,14 @@ class _Answers:
 
     def body(self, choice: Choice, incremental: bool = False) -> dict[str, Any]:
         """The answer so far."""
+        info = meta_info(choice, self._generation, self._args.weight_version)
+        if choice.logprobs is not None:
+            start = len(choice.token_ids) - choice.num_ids_waiting if incremental else 0
+            info |= choice.logprobs.native(slice(start, None), with_prompt=start == 0)
         body: dict[str, Any] = {
             "text": choice.take_text() if incremental else choice.visible_text,
             "output_ids": choice.take_ids() if incremental else choice.token_ids,
-            "meta_info": meta_info(choice, self._generation, self._args.weight_version),
+            "meta_info": info,
         }
         if choice.trail is not None:
             body["meta_info"] |= choice.trail.fields(incremental)
@@ -113,8 +119,13 @@ async def _prompts(body: GenerateBody, context: ServerContext) -> tuple[list[Pro
                 text=item if isinstance(item, str) else None,
                 return_token_origin=body.return_token_origin,
                 cache_namespace=namespaces[i],
+                logprob_text=body.return_text_in_logprobs,
             )
         )
+    lens = [len(prompt.input_ids) for prompt in prompts]
+    logprobs = native_logprobs(body, lens, context.limits)
+    check_num_values(logprobs, lens, prompts[0].n, "logprob_start_len")
+    prompts = [replace(prompt, logprobs=asked) for prompt, asked in zip(prompts, logprobs, strict=True)]
     return prompts, is_batch or prompts[0].n > 1
 
 

@@ -176,14 +176,26 @@ class _Completion(_OpenAIAnswer):
         return self._context.tokenizer.decode(choice.prompt.input_ids)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        text = self._echo(choice) + choice.visible_text
-        return {"index": choice.index, "text": text, "logprobs": None, **_finish(choice)}
+        return self._entry(choice, choice.visible_text)
 
     def deltas(self, choice: Choice) -> list[dict[str, Any]]:
-        text = self._echo(choice) + choice.take_text()
-        if not text and choice.finish is None:
-            return []
-        return [{"index": choice.index, "text": text, "logprobs": None, **_finish(choice)}]
+        entry = self._entry(choice, choice.take_text())
+        return [entry] if entry["text"] or entry["logprobs"] or choice.finish is not None else []
+
+    def _entry(self, choice: Choice, text: str) -> dict[str, Any]:
+        echoes = self.body.echo and choice.index not in self._echoed
+        text, logprobs = self._echo(choice) + text, None
+        if choice.logprobs is not None and (text or echoes or choice.finish is not None):
+            logprobs = choice.logprobs.completion(choice.take_logprobs(), with_prompt=echoes)
+        return {"index": choice.index, "text": text, "logprobs": logprobs, **_finish(choice)}
+
+
+def _chat_logprobs(choice: Choice, is_delta: bool) -> dict[str, Any] | None:
+    """Of the tokens whose text became visible since the last call; None where nobody asked, or a delta has none."""
+    if choice.logprobs is None:
+        return None
+    new = choice.take_logprobs()
+    return None if is_delta and new.start == new.stop else choice.logprobs.chat(new)
 
 
 class _Chat(_OpenAIAnswer):
@@ -200,8 +212,8 @@ class _Chat(_OpenAIAnswer):
     def choice(self, choice: Choice) -> dict[str, Any]:
         output = self._outputs[choice.index]
         message = output.message(choice.visible_text)
-        finish = _finish(choice, output.num_calls > 0)
-        body = {"index": choice.index, "message": message, "logprobs": None, **finish}
+        finish, logprobs = _finish(choice, output.num_calls > 0), _chat_logprobs(choice, is_delta=False)
+        body = {"index": choice.index, "message": message, "logprobs": logprobs, **finish}
         if self.body.return_meta_info:
             body["meta_info"] = meta_info(choice, self.generation, self._context.args.weight_version)
         return body
@@ -216,7 +228,10 @@ class _Chat(_OpenAIAnswer):
         deltas += [{"reasoning_content": None} | delta for delta in added]
         running = {"finish_reason": None, "matched_stop": None}
         frames = [{"index": choice.index, "delta": delta, "logprobs": None, **running} for delta in deltas]
+        if added:  # where a parser holds text back, what is known of it comes with the next frame
+            frames[-1]["logprobs"] = _chat_logprobs(choice, is_delta=True)
         if has_ended:
-            finish, empty = _finish(choice, output.num_calls > 0), {"reasoning_content": None}
-            frames.append({"index": choice.index, "delta": empty, "logprobs": None, **finish})
+            finish = _finish(choice, output.num_calls > 0)
+            end = {"delta": {"reasoning_content": None}, "logprobs": _chat_logprobs(choice, is_delta=True)}
+            frames.append({"index": choice.index, **end, **finish})
         return frames

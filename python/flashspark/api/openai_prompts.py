@@ -14,6 +14,7 @@ from .chat_tools import template_calls, template_tools
 from .context import ServerContext
 from .errors import RequestError
 from .generation import Prompt
+from .logprobs import chat_logprobs, check_num_values, completion_logprobs
 from .protocol import ChatBody, ChatMessage, CompletionBody
 from .sampling import (
     cache_namespaces,
@@ -61,8 +62,11 @@ async def completion_prompts(body: CompletionBody, context: ServerContext, call_
                 stream_interval=context.args.stream_interval,
                 text=item if isinstance(item, str) else None,
                 cache_namespace=namespaces[i],
+                logprobs=completion_logprobs(body, len(input_ids), context.limits),
             )
         )
+    lens = [len(prompt.input_ids) for prompt in prompts]
+    check_num_values([prompt.logprobs for prompt in prompts], lens, body.n, "logprobs")
     return prompts
 
 
@@ -110,6 +114,7 @@ async def chat_prompt(
         text=text,
         cache_namespace=cache_namespaces(body, 1)[0],
         reasons_inside=_reasons_inside(context.args.reasoning_parser, rendered, begun),
+        logprobs=chat_logprobs(body, len(input_ids), context.limits),
     )
 
 

@@ -12,6 +12,8 @@ from .fields import (
     MAX_MESSAGES,
     Interval,
     LogitBias,
+    LogprobIds,
+    LogprobStart,
     MinP,
     NumChoices,
     NumTokens,
@@ -25,6 +27,7 @@ from .fields import (
     Stops,
     Temperature,
     TopK,
+    TopLogprobs,
     TopP,
     VerifyLen,
     neutral,
@@ -32,7 +35,6 @@ from .fields import (
 from .tool_fields import MessageToolCalls, ToolChoice, Tools
 
 _GRAMMAR = "structured output is not available yet"
-_LOGPROBS = "log-probabilities are not available yet"
 _FUNCTIONS = "superseded by tools and tool_choice"
 _LORA = "LoRA adapters are not available"
 _MEDIA = "this model takes text only"
@@ -46,6 +48,11 @@ Labels = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
 RequestIds = Annotated[list[RequestId], Field(fail_fast=True)]
 CacheKey = Annotated[str, StringConstraints(max_length=512)]
 CacheKeys = Annotated[list[CacheKey], Field(fail_fast=True)]
+# One per prompt of a batch.
+Flags = Annotated[list[bool], Field(fail_fast=True)]
+LogprobStarts = Annotated[list[LogprobStart], Field(fail_fast=True)]
+TopLogprobsList = Annotated[list[TopLogprobs], Field(fail_fast=True)]
+LogprobIdLists = Annotated[list[LogprobIds | None], Field(fail_fast=True)]
 
 
 def _role(value: Any) -> Any:
@@ -146,12 +153,18 @@ class GenerateBody(EngineFields):
     return_token_origin: bool = Field(
         False, description="FlashSpark's own: adds meta_info.token_origins and token_text_ends"
     )
-    return_logprob: Any = neutral(False, [False], remedy=_LOGPROBS)
-    logprob_start_len: Any = neutral(-1, 0, remedy=_LOGPROBS)
-    top_logprobs_num: Any = neutral(0, remedy=_LOGPROBS)
-    token_ids_logprob: Any = neutral(None, [], remedy=_LOGPROBS)
-    return_text_in_logprobs: Any = neutral(False, remedy=_LOGPROBS)
-    return_entropy: Any = neutral(False, remedy=_LOGPROBS)
+    return_logprob: bool | Flags = Field(False, description="log-probabilities in meta_info")
+    logprob_start_len: LogprobStart | LogprobStarts = Field(
+        -1, description="also of the prompt after this position; -1: of the output alone"
+    )
+    top_logprobs_num: TopLogprobs | TopLogprobsList = Field(
+        0, description="also of so many of the most likely tokens at each position"
+    )
+    token_ids_logprob: LogprobIds | LogprobIdLists | None = Field(
+        None, description="also of these ids at each position"
+    )
+    return_text_in_logprobs: bool = Field(False, description="each id comes with its text")
+    return_entropy: Any = neutral(False, remedy="entropies are not returned")
     return_bytes: Any = neutral(False)
     log_metrics: Any = neutral(True)
     background: Any = neutral(False, remedy="background requests are not available")
@@ -196,7 +209,10 @@ class CompletionBody(OpenAIFields):
     echo: bool = Field(False, description="the prompt before the answer")
     best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="only as 1 or the value of n")
     suffix: Any = neutral(None, "")
-    logprobs: Any = neutral(None, False, remedy=_LOGPROBS)
+    logprobs: TopLogprobs | Literal[False] | None = Field(
+        None,
+        description="log-probabilities, also of so many of the most likely tokens at each position",
+    )
 
 
 class ChatMessage(RequestModel):
@@ -228,13 +244,15 @@ class ChatBody(OpenAIFields):
     return_meta_info: bool = Field(False, description="adds meta_info to each choice (not streamed)")
     separate_reasoning: bool = Field(True, description="false: reasoning stays in the content, tags and all")
     stream_reasoning: bool = Field(True, description="false: reasoning is sent when it is complete")
-    logprobs: Any = neutral(False, remedy=_LOGPROBS)
-    top_logprobs: Any = neutral(None, 0, remedy=_LOGPROBS)
     tools: Tools | None = Field(None, description="functions that the answer may call")
     tool_choice: ToolChoice | None = Field(None, description="default: auto with tools, else none")
     parallel_tool_calls: bool = Field(True, description="false: calls after the first are dropped")
     functions: Any = neutral(None, [], remedy=_FUNCTIONS)
     function_call: Any = neutral(None, "none", "auto", remedy=_FUNCTIONS)
+    logprobs: bool = Field(False, description="log-probabilities of the tokens of the text")
+    top_logprobs: TopLogprobs | None = Field(
+        None, description="also of so many of the most likely tokens at each position"
+    )
     reasoning_effort: Any = neutral(None, remedy="pass template variables in chat_template_kwargs")
     continue_final_message: bool = Field(False, description="the answer goes on where the last turn ends")
     input_ids: Any = neutral(None, remedy="use /generate for token ids")

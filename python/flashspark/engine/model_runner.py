@@ -49,8 +49,13 @@ class ModelRunner:
         """What the target's attention runs on; start-up checks ask what it can do."""
         return self._backend
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length."""
+    def prefill(self, chunks: Sequence[PrefillChunk], reads_hidden: bool = False) -> Tensor | None:
+        """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length.
+
+        Returns:
+            Where `reads_hidden`, the target's final-normed hidden states [M, H], the chunks' tokens one after the
+            other.
+        """
         rows = torch.tensor([chunk.row for chunk in chunks], device=self.device)
         lens = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device)
         starts = torch.tensor([chunk.start for chunk in chunks], device=self.device)
@@ -70,10 +75,13 @@ class ModelRunner:
             max_rows=max(len(chunk.token_ids) for chunk in chunks),
         )
         input_ids = torch.tensor(token_ids, device=self.device)
+        if reads_hidden:
+            return self._forward(input_ids, queries)
         self._inject(
             self.target.fill(input_ids, queries, self.target_pool, self._backend, self._capture_layers),
             queries,
         )
+        return None
 
     def verify(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
         """Runs packed verify rows and injects all of them into the draft's context.
@@ -83,11 +91,7 @@ class ModelRunner:
         Returns:
             Target logits float32 [M, V].
         """
-        hidden = self.target.forward(
-            input_ids, queries, self.target_pool, self._backend, self._capture_layers
-        )
-        self._inject(hidden.features, queries)
-        return self.target.logits(hidden.final)
+        return self.target.logits(self._forward(input_ids, queries))
 
     def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
         """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""
@@ -103,6 +107,14 @@ class ModelRunner:
         return self.draft.forward_block(
             self.target.embed(block_ids), queries, self.draft_pool, self._draft_backend
         )
+
+    def _forward(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
+        """The target over rows that somebody reads: final-normed hidden states [M, H]."""
+        hidden = self.target.forward(
+            input_ids, queries, self.target_pool, self._backend, self._capture_layers
+        )
+        self._inject(hidden.features, queries)
+        return hidden.final
 
     def _inject(self, features: Tensor | None, queries: RaggedQueries) -> None:
         """Makes the rows part of the draft's context, where there is a draft."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.args.server_args import flag_name
 from flashspark.engine.build import Engine, EngineOptions, build_engine
@@ -53,6 +54,7 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     runner = engine.runner
     sampling = SamplingRows(max_running_requests, runner.target.config.vocab_size, runner.device)
     worker = SpeculativeWorker(runner, sampling, make_drafter(runner))
+    worker.scales_logprobs = not envs.RETURN_ORIGINAL_LOGPROB.get()
     worker.adaptive, verification = build_adaptive(args, inputs, engine, worker)
     limits = SchedulerLimits(
         context_length=engine.context_length,
@@ -119,6 +121,7 @@ def _ready(
             "chunked_prefill_size": limits.chunked_prefill_size,
             "speculative_num_draft_tokens": worker.width if worker.gamma else None,
             "speculative_dspark_block_size": worker.gamma if of_dspark else None,
+            "return_original_logprob": not worker.scales_logprobs,
             "kv_bytes_per_token": engine.capacity.bytes_per_token,
             "kv_capacity_reason": engine.capacity.reason,
             **verification,

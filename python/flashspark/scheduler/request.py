@@ -12,6 +12,7 @@ from flashspark.text.detokenizer import IncrementalDetokenizer
 from flashspark.text.stop import StopMatcher
 from flashspark.text.tokenizer import TextTokenizer
 
+from .logprobs import PromptLogprobs, logprob_rule
 from .prefix_cache import CachedPage
 from .token_origins import TokenOrigins
 
@@ -89,12 +90,15 @@ class Request:
     accept_histogram: list[int] = field(init=False)
     verify_histogram: list[int] = field(init=False)  # steps by verify length
     origins: TokenOrigins | None = field(init=False)  # where the request asked for them
+    prompt_logprobs: PromptLogprobs | None = field(init=False)  # None: no log-probabilities are asked for
 
     def __post_init__(self) -> None:
         self.tokens = list(self.message.input_ids)
         self.accept_histogram = [0] * (self.gamma + 1)
         self.verify_histogram = [0] * (self.gamma + 2) if self.counts_verify_lens else []
         self.origins = TokenOrigins() if self.message.return_token_origin else None
+        logprobs = self.message.logprobs
+        self.prompt_logprobs = PromptLogprobs(self.message, logprobs) if logprobs is not None else None
 
     @property
     def request_id(self) -> str:
@@ -113,9 +117,10 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens whose K/V may come from the prefix cache. Never the anchor's, whose K/V a step writes."""
-        longest, asked = len(self.tokens) - 1, self.message.max_cached_tokens
-        return longest if asked is None else min(longest, asked)
+        """Most tokens whose K/V may come from the prefix cache. Never the anchor's, whose K/V a step writes, and none
+        whose row has log-probabilities to tell."""
+        wanted = self.prompt_logprobs.first_row if self.prompt_logprobs is not None else None
+        return len(self.tokens) - 1 if wanted is None else wanted
 
     @property
     def is_decodable(self) -> bool:
@@ -138,7 +143,7 @@ class Request:
     @cached_property
     def row_sampling(self) -> RowSampling:
         """Its settings as the device side wants them. They never change, and every planned step looks at them."""
-        sampling = self.message.sampling
+        sampling, logprobs = self.message.sampling, self.message.logprobs
         return RowSampling(
             seed=self.seed,
             choice_index=self.message.choice_index,
@@ -152,6 +157,7 @@ class Request:
             logit_bias=sampling.logit_bias,
             min_new_tokens=sampling.min_new_tokens,
             stop_ids=sorted(self.stop_checker.stop_ids),
+            logprobs=None if logprobs is None else logprob_rule(logprobs),
         )
 
     def append_step(

@@ -19,7 +19,7 @@ from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, Schedul
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 from flashspark.speculative.sts_records import CollectingHead
-from flashspark.speculative.types import Accepted, StepBatch
+from flashspark.speculative.types import Accepted, Logprobs, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
@@ -27,6 +27,7 @@ from .charts import chart_state
 from .deadlines import Deadlines
 from .isolation import decode_apart, failure
 from .live_settings import LiveSettings, Value
+from .logprobs import rows_to_tell, to_message, wants_prompt_logprobs
 from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
@@ -105,7 +106,7 @@ class Scheduler:
                 RequestOutput(message.request_id, [], FinishReason("abort", message=problem, status_code=400))
             )
             return
-        if message.sampling.max_new_tokens == 0:
+        if message.sampling.max_new_tokens == 0 and not wants_prompt_logprobs(message):
             self._send(RequestOutput(message.request_id, [], FinishReason("length")))
             return
         self._num_arrivals += 1
@@ -319,12 +320,17 @@ class Scheduler:
             chunked.append(request)
         if not chunks:
             return 0
-        with torch.inference_mode():
-            self._worker.runner.prefill(chunks)
+        asking = rows_to_tell([request.prompt_logprobs for request in chunked], chunks)
+        found = self._worker.prefill(chunks, [rows for _, rows in asking])
+        for (asks, _), told in zip(asking, found, strict=True):
+            asks.add(told)
         for request, chunk in zip(chunked, chunks, strict=True):
             request.context_len += len(chunk.token_ids)
             self._worker.runner.request_rows.set_context(request.row, request.context_len, request.tokens[-1])
             self.residency.publish(request)
+            if request.is_decodable and request.num_remaining == 0:  # its prompt was all that was asked about
+                self.totals["finished"] += 1
+                self._end(request, [], FinishReason("length"))
         return self.limits.chunked_prefill_size - budget
 
     def _admit(self) -> None:
@@ -384,11 +390,12 @@ class Scheduler:
                 num_uncapped_tokens += request.count_uncapped(num_uncapped[i], len(kept), ended)
             self.totals["verify_tokens"] += lens[i]
             self.totals["verify_steps"] += 1
+            logprobs = accepted.logprobs.get(i)
             if finish is None:
-                self._send(self._output(request, kept))
+                self._send(self._output(request, kept, logprobs=logprobs))
             else:
                 self.totals["finished"] += 1
-                self._end(request, kept, finish)
+                self._end(request, kept, finish, logprobs)
         num_output_tokens = sum(kept for kept in num_kept if kept > 0)
         self.totals["output_tokens"] += num_output_tokens
         reqs: Sequence[RequestRecord] = ()
@@ -433,18 +440,25 @@ class Scheduler:
         self.totals["aborted"] += 1
         self._end(request, [], failure(error))
 
-    def _end(self, request: Request, token_ids: list[int], finish: FinishReason) -> None:
+    def _end(
+        self, request: Request, token_ids: list[int], finish: FinishReason, logprobs: Logprobs | None = None
+    ) -> None:
         """Frees what the request holds, then says so: a client that hears it may count on the capacity."""
         del self._requests[request.request_id]
         if request.row >= 0:
             self.residency.release(request, publish=finish.status_code != 500)
         else:
             self.residency.queue.remove(request)
-        self._send(self._output(request, token_ids, finish))
+        self._send(self._output(request, token_ids, finish, logprobs))
 
     def _output(
-        self, request: Request, token_ids: list[int], finish: FinishReason | None = None
+        self,
+        request: Request,
+        token_ids: list[int],
+        finish: FinishReason | None = None,
+        logprobs: Logprobs | None = None,
     ) -> RequestOutput:
+        """`logprobs` are the step's; those of `token_ids`, which a stop may have cut short, are sent."""
         return RequestOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -454,6 +468,8 @@ class Scheduler:
             queue_seconds=request.queue_seconds,
             token_origins=request.origins.take() if request.origins is not None else [],
             num_cached_tokens=request.num_cached_tokens,
+            logprobs=None if logprobs is None else to_message(logprobs, len(token_ids)),
+            prompt_logprobs=None if request.prompt_logprobs is None else request.prompt_logprobs.take(),
         )
 
     def _log(self) -> None:

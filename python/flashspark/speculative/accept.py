@@ -69,6 +69,7 @@ def accept(
         is_finite=is_finite,
         num_matched=num_matched,
         drafts=drafts,
+        adjusted_logits=adjusted_logits,
     )
 
 

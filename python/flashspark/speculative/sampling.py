@@ -19,6 +19,14 @@ GREEDY_TEMPERATURE = 1e-5  # at or below it a request is greedy; one constant ev
 
 
 @dataclass(frozen=True)
+class LogprobRule:
+    """Which log-probabilities of a position one request wants besides its token's own."""
+
+    num_top: int = 0  # the most likely tokens
+    token_ids: tuple[int, ...] = ()  # these
+
+
+@dataclass(frozen=True)
 class RowSampling:
     """Sampling settings of one request; neutral defaults. `stop_ids` are suppressed below `min_new_tokens`."""
 
@@ -34,6 +42,7 @@ class RowSampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
+    logprobs: LogprobRule | None = None  # None: none are reported
 
     @property
     def is_greedy(self) -> bool:
@@ -78,6 +87,8 @@ class StepSampling:
     adjusted_among_sampled: tuple[list[int], list[int]]  # who does both: places in `sampled`, in `adjusted`
     truncates: bool  # whether any drawing request cuts its distribution
     uniforms: Tensor | None  # float64 [R, W, 3]: draft, accept, following token; None when nobody draws
+    adjusted_places: dict[int, int]  # batch index to place in `adjusted`
+    reported: dict[int, LogprobRule]  # by batch index, of requests whose log-probabilities are wanted
 
 
 class SamplingRows:
@@ -149,6 +160,10 @@ class SamplingRows:
             adjusted_among_sampled=([sampled.index(i) for i in both], [adjusted.index(i) for i in both]),
             truncates=any(self._params[row_list[i]].truncates for i in sampled),
             uniforms=uniforms,
+            adjusted_places={i: place for place, i in enumerate(adjusted)},
+            reported={
+                i: rule for i, row in enumerate(row_list) if (rule := self._params[row].logprobs) is not None
+            },
         )
 
     def adjust(self, rows: list[int], logits: Tensor, drafts: Tensor, context_lens: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -54,6 +55,27 @@ class RaggedLayout:
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of consecutive tokens of one request, on the host. Inner lists as its `LogprobRule` asks."""
+
+    values: list[float] = field(default_factory=list)  # one per token
+    top_values: list[list[float]] = field(
+        default_factory=list
+    )  # by token, descending; empty where none are asked for
+    top_ids: list[list[int]] = field(default_factory=list)
+    listed_values: list[list[float]] = field(default_factory=list)  # by token, of the rule's ids
+
+    def __add__(self, later: Logprobs) -> Logprobs:
+        """Of these tokens and of those that follow them."""
+        return Logprobs(
+            self.values + later.values,
+            self.top_values + later.top_values,
+            self.top_ids + later.top_ids,
+            self.listed_values + later.listed_values,
+        )
+
+
+@dataclass(frozen=True)
 class Accepted:
     """What a step commits: `tokens[r, :num_tokens[r]]` are accepted drafts and the token that follows them."""
 
@@ -70,3 +92,7 @@ class Accepted:
     )
     drafts: Tensor  # int64 [R, gamma]; zeros where nothing was drafted
     confidence: Tensor | None = None  # float32 [R, gamma] of the drafts; None where nobody asked for it
+    # What log-probabilities are made of: float32 [A, W, V], the logits that requests which adjust them were judged by,
+    # in the order of `StepSampling.adjusted`; None where nobody does.
+    adjusted_logits: Tensor | None = None
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)  # by batch index, of those who ask

@@ -8,15 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashspark.engine.model_runner import ModelRunner
+from flashspark.engine.model_runner import ModelRunner, PrefillChunk
 from flashspark.kernels.commit_rows import commit_rows
 
 from .accept import accept
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .drafter import Drafter
 from .layout import pack
+from .logprobs import PromptRows, committed_logprobs, prompt_logprobs
 from .sampling import RowSampling, SamplingRows, StepSampling
-from .types import Accepted, DraftBlock, RaggedLayout, StepBatch
+from .types import Accepted, DraftBlock, Logprobs, RaggedLayout, StepBatch
 
 
 class SpeculativeWorker:
@@ -36,6 +37,7 @@ class SpeculativeWorker:
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
         self.speculates = True  # False: new requests decode without a draft
+        self.scales_logprobs = True  # False: those of output tokens are reported as before temperature
         self.accepts_drafts = (
             True  # False: drafts are made and verified, and none is kept, for measuring step times
         )
@@ -73,6 +75,12 @@ class SpeculativeWorker:
             self.adaptive.release(row)
 
     @torch.inference_mode()
+    def prefill(self, chunks: Sequence[PrefillChunk], wanted: Sequence[PromptRows] = ()) -> list[Logprobs]:
+        """Runs prompt chunks (`ModelRunner.prefill`); log-probabilities of the `wanted` rows' next tokens."""
+        hidden = self.runner.prefill(chunks, reads_hidden=len(wanted) > 0)
+        return [] if hidden is None else prompt_logprobs(self.runner.target, hidden, wanted)
+
+    @torch.inference_mode()
     def decode(self, batch: StepBatch) -> Accepted:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         rows, request_rows = batch.rows, self.runner.request_rows
@@ -90,6 +98,9 @@ class SpeculativeWorker:
         accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
         if self.adaptive is not None and confidence is not None:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
+        if step.reported:
+            found = committed_logprobs(logits, layout, accepted, step, self.scales_logprobs)
+            accepted = replace(accepted, logprobs=found)
         self._commit(rows, step, accepted)
         return accepted
 

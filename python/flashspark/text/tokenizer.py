@@ -151,6 +151,16 @@ class TextTokenizer:
             return ByteLevelDetokenizer(lambda i: b"" if i in special else self._token_bytes(i))
         return ByteLevelDetokenizer(self._token_bytes)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one id stands for; part of a character for some ids of a byte-level vocabulary, nothing outside it."""
+        if self._byte_level:
+            return self._token_bytes(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text, with U+FFFD for what is no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     def _token_bytes(self, token_id: int) -> bytes:
         cached = self._bytes_of_id.get(token_id)
         if cached is None:
