@@ -300,6 +300,22 @@ def test_aborts_and_retractions_with_shared_pages(folders, drafts, cold, draft, 
     assert max(seen) > 8
 
 
+def test_a_retracted_request_finds_what_it_left(folders, cold):  # noqa: F811
+    """Two requests of seven pages on twelve: the younger waits for the older, then computes a page again."""
+    jobs = [Job([*SYSTEM[:39], i], 60) for i in (5, 6)]
+    jobs[1].prompt = jobs[1].prompt[::-1]  # it shares nothing
+    computed_again = []
+    for off in (False, True):
+        harness = Harness(folders["target"], max_total_tokens=12 * PAGE, disable_radix_cache=off)
+        results = harness.run(jobs)
+        assert [result.num_retractions for result in results] == [0, 1]
+        assert [result.num_cached_tokens for result in results] == [0, 0]
+        check_output(cold, jobs, results)
+        computed_again.append(sum(r.num_prefill_tokens for r in harness.scheduler.records) - 2 * 39)
+    assert computed_again[0] <= PAGE  # the one that the older took
+    assert computed_again[1] > 5 * PAGE
+
+
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_schedule(folders, drafts, cold, data):  # noqa: F811
