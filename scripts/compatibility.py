@@ -123,8 +123,9 @@ def variable_rows() -> list[list[str]]:
     rows = []
     for variable in sorted(variables, key=lambda variable: variable.name):
         refused = any(variable is other for other in envs.UNAVAILABLE)
-        status = "neutral only" if refused else "honoured"
-        rows.append([f"`{variable.name}`", "" if variable.default == "" else f"`{variable.default}`", status])
+        default = "" if variable.default == "" else f"`{variable.default}`"
+        status = f"neutral only: {default or 'unset'}" if refused else "honoured"
+        rows.append([f"`{variable.name}`", default, status, variable.help])
     return rows
 
 
@@ -238,7 +239,7 @@ def page() -> str:
         table(("flag", *columns), flag_rows()),
         "",
         VARIABLES,
-        table(("variable", "default", "status"), variable_rows()),
+        table(("variable", "default", "status", ""), variable_rows()),
         "",
         ROUTES_HEAD,
         table(("path", "methods", "key", ""), route_rows()),

@@ -22,6 +22,7 @@ class EnvVar(Generic[T]):
     name: str
     default: T
     parse: Callable[[str], T]
+    help: str = ""  # for docs/compatibility.md
 
     def raw(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The text set, also under the older `SGL_` prefix; None if unset or empty."""
@@ -50,35 +51,72 @@ def _parse_bool(text: str) -> bool:
     raise ValueError(text)
 
 
-# Also --ragged-verify-mode, which wins. Kept as text: an unknown mode refuses to start rather than warn.
-RAGGED_VERIFY_MODE = EnvVar("SGLANG_RAGGED_VERIFY_MODE", "static", str)
-# /health turns 503 when the step loop has shown no progress for so long; shown in /server_info.
-HEALTH_CHECK_TIMEOUT_S = EnvVar("SGLANG_HEALTH_CHECK_TIMEOUT", 20.0, float)
-# Seconds a request may wait for its first row, and run from then on, before it is ended with 503; -1: any. Both in
-# /server_info.
-REQ_WAITING_TIMEOUT_S = EnvVar("SGLANG_REQ_WAITING_TIMEOUT", -1.0, float)
-REQ_RUNNING_TIMEOUT_S = EnvVar("SGLANG_REQ_RUNNING_TIMEOUT", -1.0, float)
-# 0: /health says no more than that the server takes requests, whatever the step loop does; shown in /server_info.
-HEALTH_ENDPOINT_GENERATION = EnvVar("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", True, _parse_bool)
-# Seconds an idle connection is kept; shown in /server_info.
-KEEP_ALIVE_TIMEOUT_S = EnvVar("SGLANG_TIMEOUT_KEEP_ALIVE", 5, int)
-# Where /start_profile writes by default.
-TORCH_PROFILER_DIR = EnvVar("SGLANG_TORCH_PROFILER_DIR", "", str)
-# Measured cost tables are cached below it.
-XDG_CACHE_HOME = EnvVar("XDG_CACHE_HOME", "", str)
+RAGGED_VERIFY_MODE = EnvVar(
+    "SGLANG_RAGGED_VERIFY_MODE",
+    "static",
+    str,  # kept as text: an unknown mode refuses to start rather than warn
+    "the mode of verification; `--ragged-verify-mode` wins",
+)
+HEALTH_CHECK_TIMEOUT_S = EnvVar(
+    "SGLANG_HEALTH_CHECK_TIMEOUT",
+    20.0,
+    float,
+    "seconds without progress of the step loop until `/health` is 503",
+)
+HEALTH_ENDPOINT_GENERATION = EnvVar(
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
+    True,
+    _parse_bool,
+    "0: `/health` says no more than that requests are taken, whatever the step loop does",
+)
+REQ_WAITING_TIMEOUT_S = EnvVar(
+    "SGLANG_REQ_WAITING_TIMEOUT",
+    -1.0,
+    float,
+    "seconds a request may wait for its first row before a 503; -1: any",
+)
+REQ_RUNNING_TIMEOUT_S = EnvVar(
+    "SGLANG_REQ_RUNNING_TIMEOUT", -1.0, float, "seconds a request may run from then on before a 503; -1: any"
+)
+KEEP_ALIVE_TIMEOUT_S = EnvVar(
+    "SGLANG_TIMEOUT_KEEP_ALIVE", 5, int, "seconds a connection is kept after an answer"
+)
+TORCH_PROFILER_DIR = EnvVar("SGLANG_TORCH_PROFILER_DIR", "", str, "where `/start_profile` writes by default")
+XDG_CACHE_HOME = EnvVar("XDG_CACHE_HOME", "", str, "measured cost tables are cached below it")
 
-# Per-step records for the profiler of step costs; shown in /server_info as dspark_info_record.components.
-DSPARK_ENABLE_SPS_RECORD = EnvVar("SGLANG_DSPARK_ENABLE_SPS_RECORD", False, _parse_bool)
-DSPARK_DEBUG_DUMP = EnvVar("SGLANG_DSPARK_DEBUG_DUMP", "", str)
-# 1.0: no draft is ever accepted, so that every step commits one token per request; shown in /server_info.
-SIMULATE_ACC_LEN = EnvVar("SGLANG_SIMULATE_ACC_LEN", -1.0, float)
-SIMULATE_ACC_METHOD = EnvVar("SGLANG_SIMULATE_ACC_METHOD", "match-expected", str)
-
-# Log-probabilities of output tokens before temperature; shown in /server_info as return_original_logprob.
-RETURN_ORIGINAL_LOGPROB = EnvVar("SGLANG_RETURN_ORIGINAL_LOGPROB", False, _parse_bool)
-
-# A head's raw logits and what was accepted go to <stem>.<i>.pt, for `flashspark.benchmark.dspark_sts_fit`.
-DSPARK_STS_COLLECT_PATH = EnvVar("SGLANG_DSPARK_STS_COLLECT_PATH", "", str)
+DSPARK_ENABLE_SPS_RECORD = EnvVar(
+    "SGLANG_DSPARK_ENABLE_SPS_RECORD",
+    False,
+    _parse_bool,
+    "keep a record of every decode step for `/server_info`",
+)
+DSPARK_DEBUG_DUMP = EnvVar(
+    "SGLANG_DSPARK_DEBUG_DUMP",
+    "",
+    str,
+    "components of these records: `core`, `step_cpu_time`, `reqs`, or `all`",
+)
+SIMULATE_ACC_LEN = EnvVar(
+    "SGLANG_SIMULATE_ACC_LEN",
+    -1.0,
+    float,
+    "1: no draft is ever accepted, for measuring step times; other lengths are refused",
+)
+SIMULATE_ACC_METHOD = EnvVar(
+    "SGLANG_SIMULATE_ACC_METHOD", "match-expected", str, "beside it; other methods are refused"
+)
+RETURN_ORIGINAL_LOGPROB = EnvVar(
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    False,
+    _parse_bool,
+    "log-probabilities of output tokens are those before temperature",
+)
+DSPARK_STS_COLLECT_PATH = EnvVar(
+    "SGLANG_DSPARK_STS_COLLECT_PATH",
+    "",
+    str,
+    "a head's logits and what was accepted go to `<stem>.<i>.pt`, for `flashspark.benchmark.dspark_sts_fit`",
+)
 
 RECORD_COMPONENTS = ("core", "step_cpu_time", "reqs")
 GPU_RECORD_COMPONENTS = ("step_gpu_time", "draft_gpu_time", "target_verify_gpu_time")

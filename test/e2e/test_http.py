@@ -163,6 +163,7 @@ def test_health_and_information(server: Server, tiny_pair: Any) -> None:
     body = server.http.get("/server_info").json()
     assert (body["status"], body["context_length"], body["tp_size"]) == ("ready", CONTEXT, 1)
     assert body["speculative_algorithm"] == "DFLASH"
+    assert (body["timeout_keep_alive"], body["health_check_timeout"]) == (5, 20)
     assert body["speculative_num_draft_tokens"] == GAMMA + 1
     assert body["max_total_num_tokens"] == 16 * CONTEXT
     flags = set(ServerArgs(model_path="x").to_dict()) - {"api_key", "admin_api_key"}

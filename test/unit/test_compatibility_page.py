@@ -25,6 +25,13 @@ def test_every_flag_is_there_with_its_status() -> None:
     assert rows["--context-length"][1:4] == ["size from 2", "", "honoured"]
 
 
+def test_every_variable_is_there_with_its_meaning() -> None:
+    rows = {row[0].strip("`"): row[1:] for row in compatibility.variable_rows()}
+    assert rows["SGLANG_REQ_WAITING_TIMEOUT"][:2] == ["`-1.0`", "honoured"]
+    assert rows["SGLANG_RECORD_STEP_TIME"] == ["`False`", "neutral only: `False`", ""]
+    assert not [name for name, (_, status, text) in rows.items() if status == "honoured" and not text]
+
+
 @pytest.mark.parametrize("model", [model for _, model in compatibility.models()])
 def test_every_field_is_there_with_its_status(model) -> None:
     rows = {row[0].strip("`"): row for row in compatibility.field_rows(model)}

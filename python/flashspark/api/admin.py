@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import flashspark
+from flashspark import envs
 from flashspark.ipc import SamplingParams, SchedulerReady
 
 from .context import ServerContext
@@ -162,6 +163,7 @@ async def server_info(request: Request, context: ServerContext) -> Response:
         "startup_time": context.startup_seconds,
         "health_check_timeout": context.health_timeout_s,
         "enable_health_endpoint_generation": context.health_asks_engine,
+        "timeout_keep_alive": envs.KEEP_ALIVE_TIMEOUT_S.get(),
         "version": flashspark.__version__,
         "frontend": "flashspark",
         "num_requests_in_flight": context.engine.num_in_flight,
