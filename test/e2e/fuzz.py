@@ -188,7 +188,7 @@ def body_of(model: type[RequestModel], draw: Draw, always: set[str], rate: float
         if not (info.is_required() or name in always or draw.random() < rate):
             continue
         if name in neutral:
-            body[name] = copy.deepcopy(draw.choice(neutral[name]["enum"]))  # mutations work in place
+            body[name] = copy.deepcopy(draw.choice(neutral[name]["enum"]))
         elif (make := GRAMMAR.get(f"{model.__name__}.{name}") or GRAMMAR.get(name)) is not None:
             body[name] = make(draw)
         else:
@@ -209,9 +209,9 @@ def from_schema(draw: Draw, schema: dict[str, Any], definitions: dict[str, Any])
         if key in schema:
             return from_schema(draw, draw.choice(schema[key]), definitions)
     if "const" in schema:
-        return schema["const"]
+        return copy.deepcopy(schema["const"])
     if "enum" in schema:
-        return draw.choice(schema["enum"])
+        return copy.deepcopy(draw.choice(schema["enum"]))
     match schema.get("type"):
         case "boolean":
             return draw.random() < 0.5
@@ -308,7 +308,7 @@ def _agree(model: type[RequestModel], body: dict[str, Any]) -> None:
 
 
 def mutate(draw: Draw, value: Any) -> None:
-    """Changes something somewhere in a JSON value, in place."""
+    """Changes something somewhere in a JSON value, in place: what is put in has to be a copy."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     if not keys:
         return
@@ -318,12 +318,12 @@ def mutate(draw: Draw, value: Any) -> None:
         return
     match draw.choice(["odd", "odd", "odd", "drop", "add", "nest", "scale"]):
         case "odd":
-            value[key] = draw.choice(ODD)
+            value[key] = copy.deepcopy(draw.choice(ODD))
         case "drop":
             del value[key]
         case "add" if isinstance(value, dict):
-            value[draw.choice(["no_such_field", "", "text", "prompt", "__class__", "a" * 400])] = draw.choice(
-                ODD
+            value[draw.choice(["no_such_field", "", "text", "prompt", "__class__", "a" * 400])] = (
+                copy.deepcopy(draw.choice(ODD))
             )
         case "nest":
             value[key] = [value[key]] if draw.random() < 0.5 else {"value": value[key]}

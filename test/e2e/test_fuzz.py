@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e.fuzz import ALONE, Outcome, every_field, fuzz
+from e2e.fuzz import ALONE, Outcome, case, every_field, fuzz
 from e2e.server import Server, poll, running_server, speculative
 from tiny_models import CHAT_TEMPLATE
 
@@ -78,6 +78,12 @@ def run(server: Server, num_requests: int, seed: int) -> Outcome:
     assert "Traceback" not in server.log
     assert not any(word in server.log for word in ("🎉", "日本"))  # what clients say stays out of it
     return total
+
+
+def test_a_request_is_always_the_same_one() -> None:
+    there = [case(3, i) for i in range(300)]
+    back = [case(3, i) for i in reversed(range(300))]
+    assert there == back[::-1]
 
 
 @pytest.mark.timeout(900)
