@@ -350,7 +350,7 @@ def test_too_much_of_the_prompts_is_refused(server):
     assert len(completion(server, **body, logprobs=1).json()["choices"]) == 20
     response = server.client.post("/v1/completions", json=body | {"logprobs": 256, "n": 2})
     assert response.status_code == 400
-    assert "the limit is 1048576" in response.json()["message"]
+    assert "the limit is 262144" in response.json()["message"]
 
 
 def test_a_vocabulary_smaller_than_the_limit(tokenizer):

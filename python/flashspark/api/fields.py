@@ -33,9 +33,7 @@ MAX_LOGIT_BIAS = 16384
 MAX_MESSAGES = 16384
 MAX_TOP_LOGPROBS = 256
 MAX_LOGPROB_IDS = 256
-MAX_PROMPT_LOGPROBS = (
-    1 << 20
-)  # of all prompts of a call: they come at once, and everyone else waits meanwhile
+MAX_PROMPT_LOGPROBS = 1 << 18  # of all prompts of a call: they come at once, and everyone else waits
 MAX_FIELDS = 256  # of one object, known or not
 INT64 = 2**63
 
