@@ -98,7 +98,10 @@ class Residency:
             self.publish(request, ends=True)
         cached = {node.page for node in request.cached_pages}
         self.allocator.free([page for page in request.pages if page not in cached])
-        self.allocator.end_claim(request.pages[request.num_pages_found])
+        if (
+            len(request.pages) > request.num_pages_found
+        ):  # none of its own: a prompt with nothing to follow, all found
+            self.allocator.end_claim(request.pages[request.num_pages_found])
         self.cache.let_go(request.cached_pages)
         self._free_rows.append(request.row)
         request.row, request.pages, request.cached_pages = -1, [], []
