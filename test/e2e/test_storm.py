@@ -105,6 +105,8 @@ def check_answer(answer: dict[str, Any], sampling: dict[str, Any], tally: Tally)
         return
     tally.finished += 1
     check_statistics(meta, num_tokens)
+    if "output_token_logprobs" in meta:
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
     if reason["type"] == "length":
         assert num_tokens == sampling["max_new_tokens"]
     else:
@@ -119,6 +121,8 @@ class Client:
     def __init__(self, server: Server, number: int, seed: int) -> None:
         self._draw = random.Random(seed * 1000 + number)
         self._number = number
+        is_static = server.state()["ragged_verify_mode"] == "static"  # such a server plans for nobody
+        self._speculations = [one for one in SPECULATIONS if not is_static or one["mode"] != "adaptive"]
         self._http = httpx.Client(base_url=server.url, timeout=240, trust_env=False)
         self.tally = Tally()
 
@@ -134,7 +138,9 @@ class Client:
         sampling = random_sampling(draw, len(ids))
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "rid": rid}
         if draw.random() < 0.4:
-            body["speculation"] = draw.choice(SPECULATIONS)
+            body["speculation"] = draw.choice(self._speculations)
+        if draw.random() < 0.15:
+            body |= {"return_logprob": True, "top_logprobs_num": draw.randint(0, 5)}
         weights = {"whole": 6, "stream": 6, "chat": 3, "abort": 3, "leave": 3, "vanish": 2, "refused": 2}
         weights["twin"] = 1
         kind = draw.choices(list(weights), list(weights.values()))[0]
