@@ -2,8 +2,8 @@
 
 A request's output is its prompt's ids over and over, so that a test decides by its prompt what text comes
 back. Steps commit `WIDTH` tokens (one with speculation off); stop ids and strings end an answer inside a
-step, as the engine does it. Negative seeds are orders, see `SEED_*`. Log-probabilities follow from positions, see
-`fake_logprobs`.
+step, as the engine does it. A grammar with BAD in its text is refused, any other is taken and without effect.
+Negative seeds are orders, see `SEED_*`. Log-probabilities follow from positions, see `fake_logprobs`.
 """
 
 from __future__ import annotations
@@ -244,6 +244,15 @@ class FakeScheduler:
             case int(seed) if seed == SEED_ERROR:
                 finish = FinishReason("abort", message="this request alone failed", status_code=500)
                 self.channel.send(RequestOutput(request.request_id, [], finish))
+                return
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            finish = None
+            if "BAD" in grammar.text:
+                message = f"{grammar.field}: this is no {grammar.kind}"
+                finish = FinishReason("abort", message=message, status_code=400, param=grammar.field)
+            self.channel.send(RequestOutput(request.request_id, [], finish))
+            if finish is not None:
                 return
         self.running[request.request_id] = Running(request, self.tokenizer)
 

@@ -141,7 +141,7 @@ class Harness:
         assert state["num_free_pages"] + state["num_evictable_pages"] == state["num_pages"]
         assert state["num_cached_pages"] == state["num_evictable_pages"]
         assert state["num_used_tokens"] == state["num_sampling_rows"] == 0
-        assert state["num_running_reqs"] == state["num_queue_reqs"] == 0
+        assert state["num_running_reqs"] == state["num_queue_reqs"] == state["num_grammar_queue_reqs"] == 0
 
 
 def algorithm_of(draft: Path | str) -> str:
@@ -199,8 +199,8 @@ def to_message(request_id: str, job: Job) -> GenerateRequest:
     )
 
 
-def near_tie_gap(harness: Harness, tokens: Sequence[int]) -> float:
-    """Difference of the two best logits after `tokens`, from one plain forward pass."""
+def next_logits(harness: Harness, tokens: Sequence[int]) -> Tensor:
+    """float32 [V] after `tokens`, from one plain forward pass."""
     from flashspark.attention.interface import RaggedQueries
 
     runner = harness._worker.runner
@@ -218,8 +218,12 @@ def near_tie_gap(harness: Harness, tokens: Sequence[int]) -> float:
         page_size=page_size,
     )
     with torch.inference_mode():
-        logits = runner.verify(torch.tensor(list(tokens)), queries)[-1]
-    best = logits.topk(2).values
+        return runner.verify(torch.tensor(list(tokens)), queries)[-1]
+
+
+def near_tie_gap(harness: Harness, tokens: Sequence[int]) -> float:
+    """Difference of the two best logits after `tokens`, from one plain forward pass."""
+    best = next_logits(harness, tokens).topk(2).values
     return (best[0] - best[1]).item()
 
 

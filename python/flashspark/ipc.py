@@ -20,11 +20,22 @@ StateValue = int | float | str | bool | None | list[Any] | dict[str, Any]  # pla
 TokenOrigin = Literal["draft", "redraft", "bonus", "target"]
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an output's text has to match. `field` is the request field it came in, for the refusal of a bad one."""
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one choice asks of the target's distribution. Validated by the API; neutral values are the defaults.
 
     Applied per row, in this order: repetition, frequency and presence penalties, logit bias, `min_new_tokens`
-    (masks end-of-sequence and stop ids), temperature, top-k, top-p, min-p. A temperature of at most 1e-5 (or
+    (masks end-of-sequence and stop ids), grammar, temperature, top-k, top-p, min-p. A temperature of at most 1e-5 (or
     top_k = 1) means argmax.
     """
 
@@ -43,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # of the text in which stop strings are looked for
     seed: int | None = None
+    grammar: GrammarSpec | None = None
 
 
 class LogprobParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -125,12 +137,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True):
-    """Why a request ended. `matched` is the stop id or the stop string; `status_code` an HTTP code for aborts."""
+    """Why a request ended. `matched` is the stop id or the stop string, None where a grammar has come to its end;
+    `status_code` is an HTTP code for aborts, `param` the request field to blame."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
     message: str | None = None
     status_code: int | None = None
+    param: str | None = None
 
 
 class SpeculativeStats(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from flashspark.api.protocol import (
     CompletionBody,
     GenerateBody,
     NativeSampling,
+    ResponseFormat,
     SpeculationOptions,
     StreamOptions,
 )
@@ -39,6 +40,7 @@ MODELS: dict[type[RequestModel], dict] = {model: {} for model in BODIES.values()
     NamedFunction: {"name": "f"},
     CalledFunction: {"name": "f"},
     MessageToolCall: {"function": {"name": "f"}},
+    ResponseFormat: {"type": "text"},
 }
 MODELS[BODIES["/detokenize"]] = {"tokens": [1]}
 MODELS[BODIES["/set_internal_state"]] = {"server_args": {}}
@@ -106,6 +108,15 @@ GOOD: dict[str, object] = {
     "activities": ["CPU", "GPU"],
     "profile_prefix": "run-1",
     "num_steps": "5",
+    "json_schema": {"schema": {}},
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "structural_tag": "{}",
+    "response_format": {"type": "json_object"},
+    "ResponseFormat.type": "text",
+    "structures": [{}],
+    "triggers": ["a"],
+    "format": {},
 }
 WRONG = {"bool": "yes", "str": 5}
 

@@ -13,7 +13,10 @@ from scipy.stats import chisquare
 from transformers import Qwen3ForCausalLM
 
 import flashspark.speculative.accept as accept_stage
+from flashspark.ipc import GrammarSpec
 from flashspark.kernels.accept import accept_sampled
+from flashspark.scheduler.grammar import GrammarQueue
+from flashspark.speculative.grammar import GrammarState
 from harness import Harness, Job
 from tiny_models import write_dflash, write_dflash2, write_target
 
@@ -68,8 +71,11 @@ def flatten_head(file) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def step_distribution(logits: np.ndarray, output: list[int], s: dict) -> np.ndarray:
-    """The distribution of the next token in float64, from the definitions."""
+def step_distribution(
+    logits: np.ndarray, output: list[int], s: dict, allowed: Callable | None = None
+) -> np.ndarray:
+    """The distribution of the next token in float64, from the definitions; `allowed` tells which may follow an
+    output."""
     logits = logits.astype(np.float64).copy()
     for token in range(VOCAB):
         if token in output or token in PROMPT:
@@ -81,6 +87,8 @@ def step_distribution(logits: np.ndarray, output: list[int], s: dict) -> np.ndar
         )
     for token, bias in s.get("logit_bias", {}).items():
         logits[token] += bias
+    if allowed is not None:
+        logits[[token for token in range(VOCAB) if token not in allowed(output)]] = -np.inf
     probs = np.exp((logits - logits.max()) / s["temperature"])
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")[: s.get("top_k", VOCAB)]
@@ -102,8 +110,8 @@ def exact(folders):
     with torch.no_grad():
         logits = {tuple(p): model(torch.tensor([PROMPT + p])).logits[0, -1].numpy() for p in prefixes}
 
-    def table(setting: dict) -> np.ndarray:
-        steps = {p: step_distribution(logits[p], list(p), setting) for p in logits}
+    def table(setting: dict, allowed: Callable | None = None) -> np.ndarray:
+        steps = {p: step_distribution(logits[p], list(p), setting, allowed) for p in logits}
         outputs = itertools.product(range(VOCAB), repeat=LENGTH)
         return np.array([np.prod([steps[o[:k]][o[k]] for k in range(LENGTH)]) for o in outputs])
 
@@ -189,3 +197,62 @@ def test_negative_control_with_penalties_per_step(folders, exact, monkeypatch):
     setting = SETTINGS["penalties"]
     monkeypatch.setattr(SamplingRows, "adjust", stale)
     assert pvalue(draw(folders, "dflash2", setting), exact(setting)) < 1e-6
+
+
+# Under a grammar
+
+
+def may_follow(output: list[int]) -> set[int]:
+    """A grammar in which what may come depends on what came last."""
+    last = output[-1] if output else 0
+    return {token for token in range(VOCAB) if (token + last) % 3 != 0 and token != MASK}
+
+
+class LastToken:
+    """A matcher of `may_follow`."""
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+
+    def accept_token(self, token_id: int) -> bool:
+        self.output.append(token_id)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.output[-num_tokens:]
+
+    def is_completed(self) -> bool:
+        return False
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor) -> None:
+        bitmask.fill_(sum(1 << token for token in may_follow(self.output)))
+
+
+def constrain(harness: Harness) -> None:
+    harness.scheduler._grammars = GrammarQueue(lambda spec: LastToken, VOCAB)
+
+
+GRAMMAR = {"grammar": GrammarSpec("ebnf", "", "ebnf")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_draws"),
+    [("all", 5000), *(pytest.param(s, NUM_DRAWS, marks=pytest.mark.full) for s in SETTINGS)],
+)
+def test_output_under_a_grammar_is_the_masked_targets(folders, exact, setting, num_draws):
+    counts = draw(folders, "dflash2", SETTINGS[setting] | GRAMMAR, num_draws, constrain)
+    assert pvalue(counts, exact(SETTINGS[setting], may_follow)) > 1e-4
+
+
+def test_negative_control_with_a_grammar_per_step(folders, monkeypatch):
+    """Masks that do not see the drafted prefix let through what may not follow it, and the engine says so."""
+    honest = GrammarState.walk
+    monkeypatch.setattr(
+        GrammarState, "walk", lambda self, drafts: honest(self, [])[:1] * len(honest(self, drafts))
+    )
+    harness = Harness(folders["target"], folders["dflash2"], context_length=32)
+    constrain(harness)
+    results = harness.run([Job(PROMPT, 20, sampling=SETTINGS["hot"] | GRAMMAR) for _ in range(40)])
+    aborted = [result for result in results if result.finish.type == "abort"]
+    assert aborted
+    assert all("does not match the grammar" in result.finish.message for result in aborted)

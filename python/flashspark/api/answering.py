@@ -43,7 +43,7 @@ async def stream(request: Request, generation: Generation, form: StreamFormat) -
     """An event stream. Its 200 waits for the first tokens: what fails before them can still be a status."""
     generation.is_streaming = True
     try:
-        first = await unless_disconnected(request.receive, generation.updates())
+        first = await unless_disconnected(request.receive, generation.first_updates())
     except BaseException:
         generation.close()
         raise

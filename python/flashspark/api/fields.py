@@ -34,6 +34,7 @@ MAX_MESSAGES = 16384
 MAX_TOP_LOGPROBS = 256
 MAX_LOGPROB_IDS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # of all prompts of a call: they come at once, and everyone else waits
+MAX_GRAMMAR_CHARS = 1 << 17
 MAX_FIELDS = 256  # of one object, known or not
 INT64 = 2**63
 
@@ -104,6 +105,7 @@ VerifyLen = Annotated[int, Field(ge=1, le=INT64 - 1)]  # the width of the block 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 LogprobStart = Annotated[int, Field(ge=-1, le=INT64 - 1)]
 LogprobIds = Annotated[list[int], Field(max_length=MAX_LOGPROB_IDS, fail_fast=True)]
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 

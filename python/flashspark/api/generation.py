@@ -266,6 +266,20 @@ class Generation:
                 self._raise_if_ordered(output.finish)
         return list(changed_by_id.values())
 
+    async def first_updates(self) -> list[Choice]:
+        """As `updates`, but waits for the first text or end, and in a call of several grammars until each is known
+        to be one: what is refused before that can still be a status."""
+        grammars = {choice.prompt.sampling.grammar for choice in self.choices}
+        unknown = {choice for choice in self.choices if choice.prompt.sampling.grammar is not None}
+        changed: dict[Choice, None] = {}
+        while True:
+            latest = await self.updates()
+            unknown.difference_update(latest)
+            changed |= dict.fromkeys(latest)
+            has_begun = any(choice.token_ids or choice.finish is not None for choice in changed)
+            if has_begun and (len(grammars) == 1 or not unknown):
+                return list(changed)
+
     def _observe(self, choice: Choice, num_new: int) -> None:
         if self.metrics is None:
             return
@@ -280,7 +294,8 @@ class Generation:
             status = self._call.abort_status
         if status is not None:
             message = finish.message or "the request was aborted by the server"
-            raise RequestError(message, status=status, retry_after_s=1 if status == 503 else None)
+            retry_after_s = 1 if status == 503 else None
+            raise RequestError(message, param=finish.param, status=status, retry_after_s=retry_after_s)
 
     async def run(self) -> None:
         """Waits until every choice has ended."""

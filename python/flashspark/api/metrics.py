@@ -47,6 +47,7 @@ SCHEDULER_METRICS = {
     "num_running_reqs": "Requests that hold a row.",
     "num_queue_reqs": "Requests that wait for a row or for pages.",
     "num_retracted_reqs": "Requests that gave up their pages and wait for others.",
+    "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
     "num_used_tokens": "KV positions in pages that requests hold.",
     "max_total_num_tokens": "KV positions of the pool.",
     "kv_used_tokens": "As num_used_tokens.",

@@ -10,6 +10,7 @@ from .fields import (
     INT64,
     MAX_FIELDS,
     MAX_MESSAGES,
+    GrammarText,
     Interval,
     LogitBias,
     LogprobIds,
@@ -34,7 +35,6 @@ from .fields import (
 )
 from .tool_fields import MessageToolCalls, ToolChoice, Tools
 
-_GRAMMAR = "structured output is not available yet"
 _FUNCTIONS = "superseded by tools and tool_choice"
 _LORA = "LoRA adapters are not available"
 _MEDIA = "this model takes text only"
@@ -76,6 +76,16 @@ class StreamOptions(RequestModel):
     include_obfuscation: Any = neutral(False)
 
 
+class ResponseFormat(RequestModel):
+    """OpenAI's way to ask for structured output; `structural_tag` is SGLang's."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = Field(None, description="name, schema, strict, description")
+    structures: Objects | None = Field(None, description="of a structural_tag: begin, schema and end of each")
+    triggers: Texts | None = Field(None, description="of a structural_tag: what announces a structure")
+    format: dict[str, Any] | None = Field(None, description="of a structural_tag, instead of the two")
+
+
 class SamplingFields(RequestModel):
     """Sampling that both APIs name alike. None: the route's default."""
 
@@ -95,10 +105,14 @@ class SamplingFields(RequestModel):
     logit_bias: LogitBias = Field({}, description="token id (as a string) to bias, -10000 to 10000")
     spaces_between_special_tokens: Any = neutral(True)
     stop_regex: Any = neutral(None, "", [], remedy="stop patterns are not available yet")
-    json_schema: Any = neutral(None, "", remedy=_GRAMMAR)
-    regex: Any = neutral(None, "", remedy=_GRAMMAR)
-    ebnf: Any = neutral(None, "", remedy=_GRAMMAR)
-    structural_tag: Any = neutral(None, "", remedy=_GRAMMAR)
+    json_schema: GrammarText | dict[str, Any] | None = Field(
+        None, description="the output is JSON of this schema, given as an object or as its text"
+    )
+    regex: GrammarText | None = Field(None, description="the output matches this regular expression, whole")
+    ebnf: GrammarText | None = Field(None, description="the output follows this grammar (GBNF, rule `root`)")
+    structural_tag: GrammarText | dict[str, Any] | None = Field(
+        None, description="free text with structured parts, as xgrammar takes them"
+    )
     custom_params: Any = neutral(None, {})
 
 
@@ -195,7 +209,7 @@ class OpenAIFields(SamplingFields, EngineFields):
     user: Identifier | None = Field(None, description="identifies an end user; no effect on the answer")
     safety_identifier: Identifier | None = Field(None, description="as `user`")
     metadata: Labels | None = Field(None, description="the client's own labels; no effect")
-    response_format: Any = neutral(None, {"type": "text"}, remedy=_GRAMMAR)
+    response_format: ResponseFormat | None = Field(None, description="text, JSON, or JSON of a schema")
     store: Any = neutral(False)
     service_tier: Any = neutral(None, "auto", "default")
     prompt_cache_key: Any = neutral(None, "")

@@ -13,6 +13,7 @@ from flashspark.text import TextTokenizer
 
 from .errors import RequestError
 from .fields import MAX_ANSWERS_PER_CALL
+from .grammar import grammar_spec
 from .protocol import EngineFields, NativeSampling, OpenAIFields, SamplingFields, SpeculationOptions
 
 # Longer texts are tokenised in a thread: the event loop serves everyone else meanwhile.
@@ -211,6 +212,7 @@ def sampling_params(
         ignore_eos=fields.ignore_eos,
         skip_special_tokens=fields.skip_special_tokens,
         seed=seed,
+        grammar=grammar_spec(fields, prefix),
         **chosen,
     )
 

@@ -116,7 +116,12 @@ class ServerArgs:
     tool_call_parser: str | None = flag(
         None, "how chat answers call tools", choices=("hermes", "qwen", "qwen25", "qwen3_coder")
     )
-    grammar_backend: str | None = neutral(None, "none", help="structured output")
+    grammar_backend: str | None = flag(
+        None,
+        "structured output: xgrammar (default), or none",
+        choices=("xgrammar", "none"),
+        remedy="use xgrammar; outlines and llguidance are not available",
+    )
 
     # Life cycle and logs
     log_level: str = flag("info", "log level", choices=_LOG_LEVELS)

@@ -15,7 +15,9 @@ from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .adaptive_build import Info, build_adaptive, read_inputs
-from .scheduler import Scheduler, SchedulerLimits
+from .grammar import GrammarQueue, XGrammarCompiler, unavailable_reason
+from .limits import SchedulerLimits
+from .scheduler import Scheduler
 
 DEFAULT_CHUNKED_PREFILL_SIZE = 2048  # on a CPU: one chunk stays well under a second for a small model
 
@@ -68,8 +70,16 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     vocab_size = runner.target.config.vocab_size
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
     eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []
-    scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed)
+    grammars = _grammar_queue(args, tokenizer, vocab_size)
+    scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed, grammars)
     return scheduler, _ready(engine, worker, limits, eos_token_ids, verification)
+
+
+def _grammar_queue(args: ServerArgs, tokenizer: TextTokenizer | None, vocab_size: int) -> GrammarQueue:
+    reason = unavailable_reason(args.grammar_backend, tokenizer)
+    if reason is not None or tokenizer is None:
+        return GrammarQueue(None, vocab_size, reason)
+    return GrammarQueue(XGrammarCompiler(tokenizer, vocab_size), vocab_size)
 
 
 def _engine_options(args: ServerArgs) -> EngineOptions:

@@ -29,7 +29,10 @@ def scheduler_metrics(
         means: of the latest steps.
     """
     page_size = int(max_total_num_tokens // state["num_pages"])
-    names = ("num_running_reqs", "num_queue_reqs", "num_retracted_reqs", "num_used_tokens", "num_pages")
+    names = (
+        *("num_running_reqs", "num_queue_reqs", "num_grammar_queue_reqs", "num_retracted_reqs"),
+        *("num_used_tokens", "num_pages"),
+    )
     values: dict[str, float] = {name: state[name] for name in names} | {
         "max_total_num_tokens": max_total_num_tokens,
         "kv_used_tokens": state["num_used_tokens"],

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from flashspark.ipc import FinishReason, GenerateRequest, SpeculativeStats
+from flashspark.ipc import FinishReason, GenerateRequest, GrammarSpec, SpeculativeStats
+from flashspark.speculative.grammar import GrammarState, Standing
 from flashspark.speculative.sampling import RowSampling
 from flashspark.text.detokenizer import IncrementalDetokenizer
 from flashspark.text.stop import StopMatcher
@@ -53,6 +54,17 @@ class StopChecker:
         return None
 
 
+def end_of_grammar(spec: GrammarSpec, standing: Standing) -> FinishReason | None:
+    """Why a request ends where its grammar stands so; None where it goes on."""
+    match standing:
+        case Standing.OPEN:
+            return None
+        case Standing.ENDED:
+            return FinishReason("stop")
+    reason = f"{spec.field}: {standing.value}"
+    return FinishReason("abort", message=reason, status_code=400, param=spec.field)
+
+
 @dataclass(eq=False)  # itself only: comparing contents would make leaving a long queue quadratic work
 class Request:
     """Tokens and holdings of one request.
@@ -67,6 +79,7 @@ class Request:
     stop_checker: StopChecker
     gamma: int  # drafts per step this request may ask for; 0 without speculation
     counts_verify_lens: bool = False  # in the ragged modes, where they say something
+    grammar: GrammarState | None = None  # what the output has to match; set once it is compiled
     tokens: list[int] = field(init=False)
     arrived_s: float = field(default_factory=time.monotonic)  # monotonic
     queue_seconds: float | None = None  # until it first got a row
@@ -177,7 +190,7 @@ class Request:
         finish = None
         for token in tokens:
             kept.append(token)
-            finish = self.stop_checker.push(token)
+            finish = self._finish_with(token)
             if finish is not None:
                 break
         self.tokens += kept
@@ -189,6 +202,19 @@ class Request:
         self.num_verify_steps += 1
         self.accept_histogram[num_accepted] += 1
         return kept, finish
+
+    def _finish_with(self, token: int) -> FinishReason | None:
+        """The next output token; the reason if the request ends with it. Where a grammar can go no further, that is
+        an end like a stop id, and before the length limit."""
+        finish = self.stop_checker.push(token)
+        if self.grammar is None or (finish is not None and finish.type == "stop"):
+            return finish
+        spec = self.message.sampling.grammar
+        assert spec is not None
+        if not self.grammar.push(token):
+            reason = f"{spec.field}: token {token} does not match the grammar"
+            return FinishReason("abort", message=reason, status_code=500)
+        return end_of_grammar(spec, self.grammar.standing) or finish
 
     def count_uncapped(self, num_uncapped: int, num_kept: int, has_ended: bool) -> int:
         """Counts what the step would have given without its cutoff, and returns it.

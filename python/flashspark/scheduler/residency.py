@@ -161,7 +161,13 @@ class Residency:
         self._request_rows.set_context(request.row, request.context_len, request.tokens[-1])
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
         self._worker.assign(
-            request.row, request.row_sampling, prompt, output, request.num_verify_steps, request.gamma > 0
+            request.row,
+            request.row_sampling,
+            prompt,
+            output,
+            request.num_verify_steps,
+            speculates=request.gamma > 0,
+            is_constrained=request.grammar is not None,
         )
         self.entering = None
 

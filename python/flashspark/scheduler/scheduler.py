@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +25,9 @@ from flashspark.text.tokenizer import TextTokenizer
 
 from .charts import chart_state
 from .deadlines import Deadlines
-from .isolation import decode_apart, failure
+from .grammar import GrammarQueue
+from .isolation import decode_apart, failure, not_finite
+from .limits import SchedulerLimits
 from .live_settings import LiveSettings, Value
 from .logprobs import rows_to_tell, to_message, wants_prompt_logprobs
 from .metrics import scheduler_metrics
@@ -38,27 +40,7 @@ from .step_totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
-_NOT_FINITE = FinishReason(
-    "abort", message="the model's logits are not finite: no token can follow this prefix", status_code=500
-)
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What the scheduler may use. Tokens unless named otherwise."""
-
-    context_length: int  # prompt + output of one request
-    max_running_requests: int
-    num_pages: int
-    page_size: int
-    chunked_prefill_size: int  # prefill tokens per loop turn; at least 1
-    decode_log_interval: int = 40  # decode steps per log line; 0: none
-    prefix_cache: bool = True
-
-    @property
-    def max_total_num_tokens(self) -> int:
-        """KV capacity of the pool."""
-        return self.num_pages * self.page_size
+_COMPILE_WAIT_S = 0.002  # per turn that has nothing to do but wait for a grammar
 
 
 class Scheduler:
@@ -72,10 +54,12 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         tokenizer: TextTokenizer | None = None,
         random_seed: int = 0,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         self.limits, self._worker, self._send = limits, worker, send
         self._eos_token_ids, self._tokenizer = frozenset(eos_token_ids), tokenizer
         self.residency = Residency(worker, limits.max_running_requests, limits.num_pages, limits.prefix_cache)
+        self._grammars = GrammarQueue(None, 0) if grammars is None else grammars
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self._random_seed = random_seed
@@ -117,7 +101,10 @@ class Scheduler:
             self._send(RequestOutput(message.request_id, [], failure(error)))
             return
         self._requests[request.request_id] = request
-        self.residency.enqueue(request)
+        if message.sampling.grammar is None:
+            self.residency.enqueue(request)
+        else:
+            self._grammars.add(request)
 
     def _make_request(self, message: GenerateRequest) -> Request:
         return Request(
@@ -149,6 +136,10 @@ class Scheduler:
 
     def step(self) -> None:
         """One turn: admit, one prefill chunk, one decode step."""
+        is_idle = len(self._grammars) == len(self._requests)  # but for what is being compiled
+        self._take_compiled(_COMPILE_WAIT_S if is_idle else 0.0)
+        if len(self._grammars) == len(self._requests):
+            return
         started = time.perf_counter()
         self._admit()
         num_prefill_tokens = self._prefill()
@@ -226,6 +217,7 @@ class Scheduler:
         return {
             "num_running_reqs": len(residency.residents),
             "num_queue_reqs": len(residency.queue),
+            "num_grammar_queue_reqs": len(self._grammars),
             "num_free_rows": residency.num_free_rows,
             "max_running_requests": residency.max_running_requests,
             "num_free_pages": residency.allocator.num_free,
@@ -278,6 +270,17 @@ class Scheduler:
 
     def _recent_means(self) -> DecodeMeans:
         return DecodeMeans.of(list(self.records)[-self.limits.decode_log_interval :], self._worker.gamma)
+
+    def _take_compiled(self, wait_s: float) -> None:
+        """Queues the requests whose grammars are compiled, and ends those whose cannot be. What is queued says so
+        with an output of no tokens: a call of several grammars has to know that each is one."""
+        for request, finish in self._grammars.take(wait_s):
+            if finish is None:
+                self.residency.enqueue(request)
+                self._send(self._output(request, []))
+            else:
+                self._count_end(finish)
+                self._end(request, [], finish)
 
     def _refusal(self, message: GenerateRequest) -> str | None:
         sampling = message.sampling
@@ -359,7 +362,8 @@ class Scheduler:
         cap_list = [request.verify_cap for request in running]
         rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
         plan = self._plan(running, row_list, cap_list) if planned else None
-        batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan)
+        grammars = {i: request.grammar for i, request in enumerate(running) if request.grammar is not None}
+        batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan, grammars)
         started = time.perf_counter()
         accepted = self._worker.decode(batch)
         tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
@@ -376,7 +380,7 @@ class Scheduler:
         for i, request in enumerate(running):
             if not is_finite[i]:
                 self.totals["aborted"] += 1
-                self._end(request, [], _NOT_FINITE)
+                self._end(request, [], not_finite(request))
                 continue
             num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
             try:
@@ -394,7 +398,7 @@ class Scheduler:
             if finish is None:
                 self._send(self._output(request, kept, logprobs=logprobs))
             else:
-                self.totals["finished"] += 1
+                self._count_end(finish)
                 self._end(request, kept, finish, logprobs)
         num_output_tokens = sum(kept for kept in num_kept if kept > 0)
         self.totals["output_tokens"] += num_output_tokens
@@ -403,6 +407,7 @@ class Scheduler:
             reqs = request_records(running, batch, accepted, num_kept, num_uncapped)
         return StepRecord(
             num_reqs=len(running),
+            num_grammar_reqs=len(grammars),
             num_verify_tokens=sum(lens),
             num_rows_run=accepted.num_rows_run,
             num_output_tokens=num_output_tokens,
@@ -447,9 +452,12 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.row >= 0:
             self.residency.release(request, publish=finish.status_code != 500)
-        else:
+        elif not self._grammars.discard(request):
             self.residency.queue.remove(request)
         self._send(self._output(request, token_ids, finish, logprobs))
+
+    def _count_end(self, finish: FinishReason) -> None:
+        self.totals["aborted" if finish.type == "abort" else "finished"] += 1
 
     def _output(
         self,

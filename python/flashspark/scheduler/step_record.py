@@ -18,6 +18,7 @@ class StepRecord:
 
     forward_ct: int = 0
     num_reqs: int = 0  # requests that decoded
+    num_grammar_reqs: int = 0  # of them, those whose drafts the host read within the step, for their grammars
     num_prefill_tokens: int = 0
     num_verify_tokens: int = 0  # sum of the verify lengths
     num_rows_run: int = 0  # packed rows that the target ran, padding included
@@ -35,7 +36,10 @@ class StepRecord:
         """One turn's record, of requests that ran one after the other. None was planned."""
         if not records:
             return cls()
-        counts = ("num_reqs", "num_verify_tokens", "num_rows_run", "num_output_tokens", "num_full_tokens")
+        counts = (
+            *("num_reqs", "num_grammar_reqs", "num_verify_tokens", "num_rows_run"),
+            *("num_output_tokens", "num_full_tokens"),
+        )
         sums = {name: sum(getattr(record, name) for record in records) for name in counts}
         reqs = [req for record in records for req in record.reqs]
         return replace(records[0], **sums, num_uncapped_tokens=None, reqs=reqs)

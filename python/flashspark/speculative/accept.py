@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.token_mask import apply_token_masks
 from flashspark.kernels.top_tokens import best_tokens
 
+from .grammar import StepMasks
 from .sampling import SamplingRows, StepSampling
 from .types import Accepted, DraftBlock, RaggedLayout
 
@@ -21,12 +23,14 @@ def accept(
     context_lens: Tensor,
     sampling: SamplingRows,
     step: StepSampling,
+    masks: StepMasks | None = None,
 ) -> Accepted:
     """Applies each request's rule along its drafted prefix.
 
     Args:
         logits: float32 [M, V], the packed verify rows.
         verify_lens, rows, context_lens: int64 [R]; `context_lens` is n before the step.
+        masks: of the requests with a grammar; None where there is none.
     """
     drafts = draft.tokens
     best_ids, best_logits = best_tokens(logits)
@@ -40,6 +44,9 @@ def accept(
         adjusted_logits = sampling.adjust(
             step.adjusted_rows, logits[layout.block_rows[chosen]], drafts[chosen], context_lens[chosen]
         )
+        if masks is not None:
+            places = masks.places(step.adjusted_list, adjusted_logits.shape[1])
+            apply_token_masks(adjusted_logits.flatten(0, 1), places, masks.masks)
         target_ids[chosen], best_logits = best_tokens(adjusted_logits)
         is_finite[chosen] &= (best_logits.isfinite() | is_cut[chosen]).all(1)
     num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)

@@ -6,7 +6,7 @@ Plain greedy requests cost nothing here. Requests that sample, or whose logits a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +83,7 @@ class StepSampling:
     temperature: Tensor  # float32 [R]; 1 for greedy rows
     sampled: Tensor | None  # int64 [S], batch indices of requests that draw
     adjusted: Tensor | None  # int64 [A], batch indices of requests whose logits change
+    adjusted_list: list[int]  # the same on the host
     adjusted_rows: list[int]  # their request rows
     adjusted_among_sampled: tuple[list[int], list[int]]  # who does both: places in `sampled`, in `adjusted`
     truncates: bool  # whether any drawing request cuts its distribution
@@ -135,12 +136,14 @@ class SamplingRows:
         """Rows in use."""
         return len(self._params)
 
-    def begin_step(self, rows: Tensor, row_list: Sequence[int], width: int) -> StepSampling:
-        """Who draws and who adjusts in this step, and the step's uniforms."""
+    def begin_step(
+        self, rows: Tensor, row_list: Sequence[int], width: int, constrained: Container[int] = ()
+    ) -> StepSampling:
+        """Who draws and who adjusts in this step, and the step's uniforms. `constrained` are the batch indices of
+        requests with a grammar, which changes logits too."""
         greedy = [self._params[row].is_greedy for row in row_list]
         sampled = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
-        adjusted = [i for i, row in enumerate(row_list) if row in self._adjustments]
-
+        adjusted = [i for i, row in enumerate(row_list) if row in self._adjustments or i in constrained]
         both = [i for i in adjusted if not greedy[i]]
 
         def index(members: list[int]) -> Tensor | None:
@@ -156,6 +159,7 @@ class SamplingRows:
             temperature=self._temperature[rows],
             sampled=index(sampled),
             adjusted=index(adjusted),
+            adjusted_list=adjusted,
             adjusted_rows=[row_list[i] for i in adjusted],
             adjusted_among_sampled=([sampled.index(i) for i in both], [adjusted.index(i) for i in both]),
             truncates=any(self._params[row_list[i]].truncates for i in sampled),
@@ -167,17 +171,25 @@ class SamplingRows:
         )
 
     def adjust(self, rows: list[int], logits: Tensor, drafts: Tensor, context_lens: Tensor) -> Tensor:
-        """Adjusted logits along the drafted prefix of each request.
+        """Adjusted logits along the drafted prefix of each request; as they are, where it asks for nothing.
 
         Row i sees the counts of the output and of the i drafts before it, and suppresses stop ids while fewer
         than `min_new_tokens` tokens would stand before its own.
 
         Args:
             rows: A request rows.
-            logits: float32 [A, W, V].
+            logits: float32 [A, W, V], which may be changed in place.
             drafts: int64 [A, W - 1].
             context_lens: int64 [A], n before the step.
         """
+        members = [i for i, row in enumerate(rows) if row in self._adjustments]
+        if len(members) < len(rows):
+            if members:
+                chosen = torch.tensor(members, device=self._device)
+                logits[chosen] = self.adjust(
+                    [rows[i] for i in members], logits[chosen], drafts[chosen], context_lens[chosen]
+                )
+            return logits
         num_reqs, width, vocab_size = logits.shape
         state = [self._adjustments[row] for row in rows]
         index = torch.tensor(rows, device=self._device)
@@ -224,7 +236,8 @@ class SamplingRows:
         kept = torch.arange(tokens.shape[1], device=self._device) < num_tokens[step.adjusted, None]
         counted = (tokens[step.adjusted], kept.to(torch.int32))
         for row, ids, ones in zip(step.adjusted_rows, *counted, strict=True):
-            self._adjustments[row].output_counts.scatter_add_(0, ids, ones)
+            if row in self._adjustments:
+                self._adjustments[row].output_counts.scatter_add_(0, ids, ones)
 
     def _make_adjustment(
         self, params: RowSampling, prompt_ids: Sequence[int], output_ids: Sequence[int]

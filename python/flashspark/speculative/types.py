@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import RaggedQueries
 
+from .grammar import GrammarState
 from .planner import Plan
 
 
@@ -24,6 +25,7 @@ class StepBatch:
     verify_caps: Tensor  # int64 [R], most rows this step may verify: 1 … W
     cap_list: list[int]
     plan: Plan | None = None  # None: static, every request verifies up to its cap
+    grammars: Mapping[int, GrammarState] = field(default_factory=dict)  # by batch index
 
 
 @dataclass(frozen=True)

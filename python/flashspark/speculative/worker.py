@@ -14,6 +14,7 @@ from flashspark.kernels.commit_rows import commit_rows
 from .accept import accept
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .drafter import Drafter
+from .grammar import BlockReader, PendingBlocks
 from .layout import pack
 from .logprobs import PromptRows, committed_logprobs, prompt_logprobs
 from .sampling import RowSampling, SamplingRows, StepSampling
@@ -34,6 +35,7 @@ class SpeculativeWorker:
         adaptive: AdaptiveVerifier | None = None,
     ) -> None:
         self.runner, self.sampling, self.drafter, self.adaptive = runner, sampling, drafter, adaptive
+        self._reader = BlockReader(runner.device)
         self.gamma = drafter.gamma if drafter else 0
         self.width = self.gamma + 1
         self.speculates = True  # False: new requests decode without a draft
@@ -62,11 +64,14 @@ class SpeculativeWorker:
         output_ids: Sequence[int],
         step_index: int,
         speculates: bool,
+        is_constrained: bool = False,
     ) -> None:
-        """A request takes `row`; see `SamplingRows.assign`. `speculates`: whether anything is drafted for it."""
+        """A request takes `row`; see `SamplingRows.assign`. `speculates`: whether anything is drafted for it;
+        `is_constrained`: whether it has a grammar, which the draft does not see."""
         self.sampling.assign(row, params, prompt_ids, output_ids, step_index)
         if self.adaptive is not None:
-            self.adaptive.assign(row, params, speculates and self.accepts_drafts)
+            is_visible = speculates and self.accepts_drafts and not is_constrained
+            self.adaptive.assign(row, params, is_visible)
 
     def release(self, row: int) -> None:
         """The request in `row` has left."""
@@ -86,15 +91,17 @@ class SpeculativeWorker:
         rows, request_rows = batch.rows, self.runner.request_rows
         members = self._who_drafts(batch)
         gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
-        step = self.sampling.begin_step(rows, batch.row_list, gamma + 1)
+        step = self.sampling.begin_step(rows, batch.row_list, gamma + 1, batch.grammars)
         draft = self._draft(batch, step, members)
         confidence = None if draft.signal is None else self._publish(batch, draft, members)
         verify_lens, layout = self._lay_out(batch, draft, confidence)
+        blocks = self._read_blocks(batch, draft, verify_lens) if batch.grammars else None
         logits = self.runner.verify(layout.input_ids, layout.queries)
         context_lens = request_rows.context_lens[rows]
         # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
         cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
-        accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step)
+        masks = None if blocks is None else blocks.masks()
+        accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step, masks)
         accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
         if self.adaptive is not None and confidence is not None:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
@@ -103,6 +110,11 @@ class SpeculativeWorker:
             accepted = replace(accepted, logprobs=found)
         self._commit(rows, step, accepted)
         return accepted
+
+    def _read_blocks(self, batch: StepBatch, draft: DraftBlock, verify_lens: Tensor) -> PendingBlocks:
+        """Drafts under a grammar, on their way to the host. Rows that are not run need no masks."""
+        num_rows = verify_lens if self.mode is VerifyMode.COMPACT else batch.verify_caps
+        return self._reader.start(batch.grammars, draft.tokens, num_rows)
 
     def _who_drafts(self, batch: StepBatch) -> list[int]:
         """Batch indices of the requests that can use drafts in this step."""

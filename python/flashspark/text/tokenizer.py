@@ -57,6 +57,14 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _decoder_types(decoder: Any) -> set[str]:
+    """Names of a decoder and of everything it is made of."""
+    if not isinstance(decoder, dict):
+        return set()
+    parts = decoder.get("decoders") or []
+    return {str(decoder.get("type"))}.union(*map(_decoder_types, parts))
+
+
 def _is_byte_level(decoder: Any) -> bool:
     if not isinstance(decoder, dict):
         return False
@@ -80,7 +88,9 @@ class TextTokenizer:
         """`tool_template` is for conversations with tools, where a model has one of its own."""
         self._tokenizer = tokenizer
         self._chat_template, self._tool_template = chat_template, tool_template or chat_template
-        self._byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
+        decoder = json.loads(tokenizer.to_str()).get("decoder")
+        self._byte_level = _is_byte_level(decoder)
+        self._byte_fallback = "ByteFallback" in _decoder_types(decoder)
         self._special_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -168,6 +178,23 @@ class TextTokenizer:
             cached = b"" if token is None else byte_level_bytes(token)
             self._bytes_of_id[token_id] = cached
         return cached
+
+    def vocabulary(self, size: int) -> list[bytes] | None:
+        """What each id from 0 to `size` - 1 adds to a text in its middle; nothing for special and unknown ids.
+
+        None where a token's text depends on its neighbours, as in word-piece vocabularies.
+        """
+        if not (self._byte_level or self._byte_fallback):
+            return None
+        token_bytes = self._token_bytes if self._byte_level else self._byte_fallback_bytes
+        return [b"" if i in self._special_ids else token_bytes(i) for i in range(size)]
+
+    def _byte_fallback_bytes(self, token_id: int) -> bytes:
+        """SentencePiece's: `▁` is a space, and `<0x0A>` a byte."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
 
     def apply_chat_template(
         self,

@@ -1,0 +1,214 @@
+"""Grammars of requests: compiled beside the step loop by xgrammar, in threads that leave Python's lock alone.
+
+A request with a grammar waits here, not in the queue for a row, until its grammar is compiled. One that cannot be
+compiled, or not in time, ends its own request and no other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from flashspark.ipc import FinishReason, GrammarSpec
+from flashspark.speculative.grammar import GrammarState, Matcher
+from flashspark.text.tokenizer import TextTokenizer
+
+from .request import Request, end_of_grammar
+
+logger = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT_S = 60.0
+_NUM_THREADS = 2
+_CACHE_BYTES = 256 << 20
+# Blanks in a row of a JSON text. A weak model goes on with them for ever where any number is valid.
+_MAX_WHITESPACE = 16
+
+MakeMatcher = Callable[[], Matcher]
+Compile = Callable[[GrammarSpec], MakeMatcher]
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why."""
+
+
+def unavailable_reason(backend: str | None, tokenizer: TextTokenizer | None) -> str | None:
+    """Why this server takes no grammars; None where it does."""
+    if backend == "none":
+        return "structured output is switched off (--grammar-backend none)"
+    if importlib.util.find_spec("xgrammar") is None:
+        return (
+            "structured output needs xgrammar: pip install 'flashspark[grammar]', and start the server again"
+        )
+    if tokenizer is None:
+        return "structured output needs a tokenizer, and the server was started with --skip-tokenizer-init"
+    if tokenizer.vocabulary(0) is None:
+        return "structured output needs a byte-level or byte-fallback tokenizer, and this model's is another"
+    return None
+
+
+class XGrammarCompiler:
+    """Compiles for one model's vocabulary. xgrammar is imported, and the vocabulary read, when the first grammar
+    comes: both take a second that few servers should pay at their start. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._compiler: Any = None
+
+    def __call__(self, spec: GrammarSpec) -> MakeMatcher:
+        """What makes the matchers of a grammar.
+
+        Raises:
+            GrammarError: why it is none.
+        """
+        import xgrammar
+
+        with self._lock:
+            if self._compiler is None:
+                vocabulary = self._tokenizer.vocabulary(self._vocab_size)
+                assert vocabulary is not None  # `unavailable_reason`
+                # Without stop tokens: `GrammarState` decides per request what may end it.
+                info = xgrammar.TokenizerInfo(
+                    vocabulary,
+                    xgrammar.VocabType.RAW,
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=[],
+                )
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        try:
+            grammar = self._compile(xgrammar, spec)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            raise GrammarError(_reason(error)) from error
+        return lambda: xgrammar.GrammarMatcher(grammar)
+
+    def _compile(self, xgrammar: Any, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        match spec.kind:
+            case "json_schema":
+                return compiler.compile_json_schema(spec.text, max_whitespace_cnt=_MAX_WHITESPACE)
+            case "regex":
+                return compiler.compile_regex(spec.text)
+            case "ebnf":
+                return compiler.compile_grammar(spec.text)
+        tag = json.loads(spec.text)
+        if "structures" not in tag:
+            return compiler.compile_structural_tag(spec.text)
+        items = [xgrammar.StructuralTagItem(**item) for item in tag["structures"]]  # the older form
+        return compiler.compile_structural_tag(items, tag["triggers"])
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's message without the place in its sources."""
+    text = str(error).strip()
+    if text.startswith("[") and ": " in text:
+        text = text.split(": ", 1)[1]
+    return text[:500] or type(error).__name__
+
+
+class GrammarQueue:
+    """Requests whose grammars are being compiled. Used by the step loop alone."""
+
+    def __init__(
+        self,
+        compile: Compile | None,
+        vocab_size: int,
+        unavailable: str | None = None,
+        timeout_s: float = COMPILE_TIMEOUT_S,
+    ) -> None:
+        """`unavailable` is why requests with grammars are refused where `compile` is None."""
+        self._compile, self._vocab_size = compile, vocab_size
+        self._unavailable, self._timeout_s = unavailable, timeout_s
+        self._waiting: dict[str, tuple[Request, Future[MakeMatcher], float]] = {}
+        self._running: dict[GrammarSpec, Future[MakeMatcher]] = {}
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[MakeMatcher]]] = queue.SimpleQueue()
+        self._num_threads = 0
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Begins to compile a request's grammar, unless somebody's like it is being compiled."""
+        spec = request.message.sampling.grammar
+        assert spec is not None
+        deadline = time.monotonic() + self._timeout_s
+        self._waiting[request.request_id] = (request, self._submit(spec), deadline)
+
+    def discard(self, request: Request) -> bool:
+        """Forgets a request that has ended; whether it waited."""
+        return self._waiting.pop(request.request_id, None) is not None
+
+    def take(self, wait_s: float = 0.0) -> list[tuple[Request, FinishReason | None]]:
+        """Requests that need not wait any more, oldest first: with their grammars, or with the reason why they end,
+        and these stay until they are discarded. Waits up to `wait_s` for the first."""
+        if not self._waiting:
+            return []
+        if wait_s > 0:
+            wait([future for _, future, _ in self._waiting.values()], wait_s, "FIRST_COMPLETED")
+        now = time.monotonic()
+        done = [
+            (request, self._outcome(request, future))
+            for request, future, deadline in self._waiting.values()
+            if future.done() or now > deadline
+        ]
+        for request, finish in done:
+            if finish is None:
+                del self._waiting[request.request_id]
+        return done
+
+    def _submit(self, spec: GrammarSpec) -> Future[MakeMatcher]:
+        for done in [key for key, future in self._running.items() if future.done()]:
+            del self._running[done]
+        if (running := self._running.get(spec)) is not None:
+            return running
+        future: Future[MakeMatcher] = Future()
+        if self._compile is None:
+            future.set_exception(GrammarError(self._unavailable or "structured output is not available"))
+            return future
+        self._running[spec] = future
+        self._jobs.put((spec, future))
+        if self._num_threads < _NUM_THREADS:
+            # Daemons: a compilation without end must not keep the process from leaving.
+            self._num_threads += 1
+            threading.Thread(target=self._work, daemon=True, name="grammar").start()
+        return future
+
+    def _work(self) -> None:
+        assert self._compile is not None
+        while True:
+            spec, future = self._jobs.get()
+            try:
+                make_matcher = self._compile(spec)
+                GrammarState(make_matcher(), self._vocab_size, ())  # one that takes for ever does so here
+                future.set_result(make_matcher)
+            except GrammarError as error:
+                future.set_exception(error)
+            except Exception as error:  # a bug of ours or the library's: this grammar alone fails
+                logger.exception("compiling a grammar failed")
+                future.set_exception(error)
+
+    def _outcome(self, request: Request, future: Future[MakeMatcher]) -> FinishReason | None:
+        spec = request.message.sampling.grammar
+        assert spec is not None
+        if not future.done():
+            return _refused(spec, f"takes longer than {self._timeout_s:g} s to compile; use a simpler one")
+        error = future.exception()
+        if isinstance(error, GrammarError):
+            return _refused(spec, str(error))
+        if error is not None:
+            message = f"{spec.field}: the grammar could not be compiled ({error})"
+            return FinishReason("abort", message=message, status_code=500)
+        stop_ids: Sequence[int] = sorted(request.stop_checker.stop_ids)
+        request.grammar = GrammarState(future.result()(), self._vocab_size, stop_ids)
+        return end_of_grammar(spec, request.grammar.standing)
+
+
+def _refused(spec: GrammarSpec, reason: str) -> FinishReason:
+    return FinishReason("abort", message=f"{spec.field}: {reason}", status_code=400, param=spec.field)
