@@ -302,6 +302,11 @@ def _agree(model: type[RequestModel], body: dict[str, Any]) -> None:
         body["messages"].append({"role": "assistant", "content": "def"})
     if "messages" not in body:
         body.pop("tools", None)
+    if isinstance(body.get("tool_choice"), dict):
+        body["tools"] = [{"function": {"name": "weather"}}]
+    if "tools" in body:  # may be a grammar, and there can be one only
+        for name in ("response_format", "regex", "json_schema", "ebnf", "structural_tag"):
+            body.pop(name, None)
     if model is GenerateBody:
         sampling = body["sampling_params"]
         sampling["min_new_tokens"] = min(sampling.get("min_new_tokens") or 0, sampling["max_new_tokens"])

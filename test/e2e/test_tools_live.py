@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from e2e.server import Server, running_server, speculative
+from flashspark.text import TextTokenizer
 from tiny_models import CHAT_TEMPLATE
 
 TEMPLATE = (
@@ -98,3 +100,53 @@ def test_an_answer_that_goes_on(client: openai.OpenAI) -> None:
     body = {"continue_final_message": True}
     goes_on = client.chat.completions.create(messages=begun, extra_body=body, **options)
     assert goes_on.usage.prompt_tokens == asked.usage.prompt_tokens + len("well,")
+
+
+FLAG: Any = {
+    "type": "function",
+    "function": {
+        "name": "set_flag",
+        "parameters": {
+            "type": "object",
+            "properties": {"flag": {"enum": ["on", "off", "unknown"]}},
+            "required": ["flag"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["off", "static"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_flag"}}])
+def test_a_call_is_forced(
+    client: openai.OpenAI, tiny_pair: tuple[Path, Path], choice: Any, mode: str
+) -> None:
+    """A random model calls, and by the schema, with and without its draft."""
+    blank = TextTokenizer.load(tiny_pair[0]).encode(" \n\t\r")
+    body: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "flag?"}],
+        "tools": [FLAG],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "n": 2,
+        "extra_body": {
+            "chat_template_kwargs": {"enable_thinking": False},
+            "speculation": {"mode": mode},
+            "logit_bias": {str(token_id): -10000 for token_id in blank},  # of which JSON allows any number
+        },
+    }
+    whole = client.chat.completions.create(**body)
+    with client.chat.completions.stream(**body, seed=3) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion()
+    for answer in (whole, streamed):
+        for one in answer.choices:
+            assert (one.finish_reason, one.message.content or None) == ("tool_calls", None)
+            (call,) = one.message.tool_calls or ()
+            assert call.function.name == "set_flag"
+            arguments = json.loads(call.function.arguments)
+            assert arguments.keys() == {"flag"}
+            assert arguments["flag"] in {"on", "off", "unknown"}

@@ -252,7 +252,7 @@ def test_openai_token_numbers(value):
             for name in ("", "a b", "a>", "é", "x" * 129, "a\n", 5)
         ),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
-        ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"function": {"name": "f", "more": 1}}]}, "tools[0].function.more"),
         ({"tools": [{"function": {"name": "f"}}] * 1025}, "tools"),
         ({"tool_choice": "any"}, "tool_choice"),

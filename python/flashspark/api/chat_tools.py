@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashspark.text.reasoning import ReasoningParser
-from flashspark.text.tool_calls import Functions, ToolCall, ToolCallParser
+from flashspark.text.tool_calls import TOOL_CALL_PARSERS, Functions, ToolCall, ToolCallParser
 
+from .call_grammar import FORCED_PARSER, is_forced
 from .context import ServerContext
 from .errors import RequestError
 from .protocol import ChatBody
@@ -18,9 +19,12 @@ from .tool_fields import MessageToolCall, NamedTool, Tool
 
 
 def check_tools(tools: Sequence[Tool] | None, context: ServerContext) -> None:
-    """Refuses names that are given twice, and tools that the template would pass over."""
+    """Refuses names that are given twice, arguments that are no object, and tools that the template passes over."""
     names: set[str] = set()
     for i, tool in enumerate(tools or ()):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            name = f"tools[{i}].function.parameters"
+            raise RequestError(f"{name}: must be a schema of type 'object'", param=name)
         if tool.function.name in names:
             name = f"tools[{i}].function.name"
             raise RequestError(f"{name}: {tool.function.name!r} is given twice", param=name)
@@ -69,16 +73,21 @@ def offered_tools(body: ChatBody, context: ServerContext) -> list[Tool]:
         raise RequestError("tool_choice: 'required' needs tools", param="tool_choice")
     if choice == "none" or not tools:
         return []
-    if choice not in (None, "auto"):
-        message = "tool_choice: a call cannot be forced yet, only 'auto' and 'none' are available"
-        raise RequestError(message, param="tool_choice", code="unsupported_value")
-    if context.args.tool_call_parser is None:
+    parser = context.args.tool_call_parser
+    if is_forced(choice):
+        return tools
+    if parser is None:
         raise RequestError(
             "tools: this server was started without --tool-call-parser, which finds calls in the text; "
-            "tool_choice 'none' offers no tools",
+            "tool_choice may still force one, or be 'none'",
             param="tools",
             code="unsupported_value",
         )
+    for i, tool in enumerate(tools):
+        if tool.function.strict and not TOOL_CALL_PARSERS[parser].is_json:
+            name = f"tools[{i}].function.strict"
+            message = f"{name}: only of a call that is forced, or written in JSON, which {parser} is not"
+            raise RequestError(message, param=name, code="unsupported_value")
     return tools
 
 
@@ -98,7 +107,7 @@ class ChatFormat:
     ) -> ChatFormat:
         """What a body asks for."""
         return cls(
-            parser if tools else None,
+            (FORCED_PARSER if is_forced(body.tool_choice) else parser) if tools else None,
             {tool.function.name: tool.function.parameters or {} for tool in tools},
             not body.parallel_tool_calls,
             reasons_inside if body.separate_reasoning else None,

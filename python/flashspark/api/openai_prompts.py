@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from flashspark.text import ChatTemplateError
 from flashspark.text.chat_template import ChatTemplate
 from flashspark.text.reasoning import END_THINK, THINK, begins_inside
 
+from .call_grammar import call_grammar
 from .chat_tools import template_calls, template_tools
 from .context import ServerContext
 from .errors import RequestError
@@ -104,6 +107,14 @@ async def chat_prompt(
     params = sampling_params(
         body, max_new_tokens, lengths, body.seed, context.limits, defaults=context.chat_defaults
     )
+    # Without a parser too: what the template has opened, a forced call must wait for.
+    inside = _reasons_inside(context.args.reasoning_parser or "qwen3", rendered, begun)
+    grammar = call_grammar(tools, body.tool_choice, not body.parallel_tool_calls, inside)
+    if grammar is not None:
+        if params.grammar is not None:
+            message = f"{params.grammar.field} and {grammar.field}: give only one of them"
+            raise RequestError(message, param=grammar.field)
+        params = msgspec.structs.replace(params, grammar=grammar)
     return Prompt(
         request_id=request_ids(body.rid, 1, call_id)[0],
         input_ids=input_ids,
@@ -113,8 +124,8 @@ async def chat_prompt(
         stream_interval=context.args.stream_interval,
         text=text,
         cache_namespace=cache_namespaces(body, 1)[0],
-        reasons_inside=_reasons_inside(context.args.reasoning_parser, rendered, begun),
         logprobs=chat_logprobs(body, len(input_ids), context.limits),
+        reasons_inside=None if context.args.reasoning_parser is None else inside,
     )
 
 
@@ -128,10 +139,8 @@ def _begun_answer(message: ChatMessage, index: int) -> str:
     return _text(message.content, f"messages[{index}]")
 
 
-def _reasons_inside(parser: str | None, rendered: str, begun: str) -> bool | None:
-    """Whether the answer begins as reasoning; None without a parser to ask."""
-    if parser is None:
-        return None
+def _reasons_inside(parser: str, rendered: str, begun: str) -> bool:
+    """Whether the answer begins as reasoning."""
     if THINK in begun or END_THINK in begun:
         return begun.rfind(THINK) > begun.rfind(END_THINK)
     return begins_inside(parser, rendered)

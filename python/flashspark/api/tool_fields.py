@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
-from .fields import RequestModel, neutral
+from .fields import RequestModel
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -28,7 +28,7 @@ class ToolFunction(RequestModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
-    strict: Any = neutral(False, remedy="arguments are the model's own: check them, and leave strict out")
+    strict: bool = Field(False, description="arguments follow the schema, which a grammar sees to")
 
 
 class Tool(RequestModel):

@@ -203,9 +203,10 @@ def _json_types(value: Any) -> set[str]:
 class _Format:
     end: Callable[[], _JsonEnd | _XmlEnd]
     read: Callable[[str, Functions], ToolCall | None]
+    is_json: bool
 
 
-_JSON, _XML = _Format(_JsonEnd, read_json_call), _Format(_XmlEnd, read_xml_call)
+_JSON, _XML = _Format(_JsonEnd, read_json_call, True), _Format(_XmlEnd, read_xml_call, False)
 # Under SGLang's names.
 TOOL_CALL_PARSERS: dict[str, _Format] = {"hermes": _JSON, "qwen": _JSON, "qwen25": _JSON, "qwen3_coder": _XML}
 
