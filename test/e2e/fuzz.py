@@ -140,7 +140,7 @@ GRAMMAR: dict[str, Callable[[Draw], Any]] = {
     "best_of": lambda draw: 1,
     "tools": _tools,
     "tool_choice": lambda draw: draw.choice(
-        [*["auto", "none"] * 4, {"type": "function", "function": {"name": "weather"}}]
+        ["auto", "none", *[{"type": "function", "function": {"name": "weather"}}] * 3]
     ),
     "tool_calls": lambda draw: few(draw, _tool_call),
     "chat_template_kwargs": lambda draw: {"enable_thinking": draw.random() < 0.5},
