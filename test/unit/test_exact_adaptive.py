@@ -10,6 +10,7 @@ import torch
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import SpsCostTable
 from flashspark.speculative.estimator import AcceptanceEstimator
+from flashspark.speculative.looks import LookRule
 from flashspark.speculative.tiers import TierGrid, TierRule
 from harness import Harness
 from unit.test_exact_sampling import SETTINGS, draw, exact, folders, pvalue  # noqa: F401 - fixtures
@@ -28,7 +29,10 @@ class Trimming:
     def __call__(self, harness: Harness) -> None:
         self.harness = harness
         grid = TierGrid(TierRule(WIDTH, 500, finest_tokens=8))
-        adaptive = harness.make_adaptive(self._mode, TABLE, grid, min_gain=0.0, draft_free=None)
+        rule = LookRule(poor_every=1)  # whatever little a look promises
+        adaptive = harness.make_adaptive(
+            self._mode, TABLE, grid, min_gain=0.0, draft_free=None, look_rule=rule
+        )
         adaptive.planner.pin(self._pin)
         if isinstance(adaptive.source, AcceptanceEstimator):
             # Ready from the start, and with opinions: what is likely among the candidates is thought to be accepted.

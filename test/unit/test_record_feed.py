@@ -44,7 +44,12 @@ def step(
     forward_ct: int, num_reqs: int = 2, num_prefill_tokens: int = 0, num_full_tokens: int = 8
 ) -> StepRecord:
     return StepRecord(
-        forward_ct, num_reqs, num_prefill_tokens, 7, num_rows_run=8, num_full_tokens=num_full_tokens
+        forward_ct=forward_ct,
+        num_reqs=num_reqs,
+        num_prefill_tokens=num_prefill_tokens,
+        num_verify_tokens=7,
+        num_rows_run=8,
+        num_full_tokens=num_full_tokens,
     )
 
 

@@ -77,7 +77,7 @@ def plant(monkeypatch, harness: Harness, where: str) -> None:
                 monkeypatch,
                 worker.sampling,
                 "begin_step",
-                lambda rows, row_list, width: row_of_poison(harness) in row_list,
+                lambda rows, row_list, *_: row_of_poison(harness) in row_list,
             )
 
 
