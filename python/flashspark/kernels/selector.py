@@ -90,22 +90,14 @@ def selector_walk(
     mass, the others draw from `softmax(S / temperature)` over the K candidates by inverse CDF and store it. `q` is
     the distribution of the row that the realised predecessor selects; off the candidates it is zero.
     """
+    lattice = (scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
+    draw = (temperature, greedy, uniforms, any_sampled)
     if runs_triton(scores, implementation):
         from .triton import selector as twin
 
-        args = (
-            scores,
-            ids,
-            anchors,
-            projected,
-            predecessor_codebook,
-            successor_codebook,
-            temperature,
-            greedy,
-        )
-        return twin.selector_walk(*args, uniforms, any_sampled, MIN_TEMPERATURE, None)[:2]
-    pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
-    return _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)[:2]
+        return twin.selector_walk(*lattice, *draw, MIN_TEMPERATURE, None)[:2]
+    pairs = pair_scores(*lattice)
+    return _walk(pairs, ids, *draw)[:2]
 
 
 def selector_walk_with_feature(
@@ -127,22 +119,14 @@ def selector_walk_with_feature(
     request's temperature, and at 1 for greedy rows: from the softmax that their point mass replaced. It depends on
     the tokens chosen before the slot and never on the slot's own.
     """
+    lattice = (scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
+    draw = (temperature, greedy, uniforms, any_sampled)
     if runs_triton(scores, implementation):
         from .triton import selector as twin
 
-        args = (
-            scores,
-            ids,
-            anchors,
-            projected,
-            predecessor_codebook,
-            successor_codebook,
-            temperature,
-            greedy,
-        )
-        return twin.selector_walk(*args, uniforms, any_sampled, MIN_TEMPERATURE, FEATURE_LIMIT)
-    pairs = pair_scores(scores, ids, anchors, projected, predecessor_codebook, successor_codebook)
-    tokens, q, rows = _walk(pairs, ids, temperature, greedy, uniforms, any_sampled)
+        return twin.selector_walk(*lattice, *draw, MIN_TEMPERATURE, FEATURE_LIMIT)
+    pairs = pair_scores(*lattice)
+    tokens, q, rows = _walk(pairs, ids, *draw)
     realised = pairs.gather(2, rows)[:, :, 0]
     divisor = temperature.clamp_min(MIN_TEMPERATURE).masked_fill(greedy, 1.0)
     return tokens, q, logit_of_largest(realised, divisor[:, None])
