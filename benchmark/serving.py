@@ -111,6 +111,24 @@ def forget_prompts(server: LiveServer) -> None:
         raise RuntimeError(f"the server does not flush its cache: {status} {body[:300]!r}")
 
 
+def load_of(
+    options: argparse.Namespace,
+    prompts: Sequence[Sequence[int]],
+    point: Point,
+    requests_per_client: int | None = None,
+    first: int = 0,
+) -> Load:
+    """The clients of a point. `first`: the prompt that client 0 begins with.
+
+    Where it is not said how many requests a client sends, more where there are few clients, so that no run is over in
+    a moment.
+    """
+    if requests_per_client is None:
+        requests_per_client = max(options.requests_per_client, -(-options.min_requests // point.concurrency))
+    turned = [*prompts[first:], *prompts[:first]]
+    return Load(turned, point.concurrency, requests_per_client, options.max_new_tokens, point.temperature)
+
+
 class Benchmark:
     """The sweep: owns what has been measured so far."""
 
@@ -144,16 +162,9 @@ class Benchmark:
             *options.server_flag,
         ]
 
-    def requests_per_client(self, point: Point) -> int:
-        """More where there are few clients, so that no run is over in a moment."""
-        options = self.options
-        return max(options.requests_per_client, -(-options.min_requests // point.concurrency))
-
-    def load(self, point: Point, requests_per_client: int, first: int = 0) -> Load:
-        """The clients of a point. `first`: the prompt that client 0 begins with."""
-        prompts = self.prompts[first:] + self.prompts[:first]
-        tokens = self.options.max_new_tokens
-        return Load(prompts, point.concurrency, requests_per_client, tokens, point.temperature)
+    def load(self, point: Point, requests_per_client: int | None = None, first: int = 0) -> Load:
+        """See `load_of`."""
+        return load_of(self.options, self.prompts, point, requests_per_client, first)
 
     def run(self) -> Iterator[Point]:
         """Warms up, then measures point after point, and yields each when it is through."""
@@ -190,7 +201,7 @@ class Benchmark:
         switch(server, arm)
         before = server.info()["internal_states"][0]
         forget_prompts(server)
-        load = self.load(point, self.requests_per_client(point), first=point.concurrency * number)
+        load = self.load(point, first=point.concurrency * number)
         self.segments[point][arm].append(run_load(port, load))
         after = server.info()["internal_states"][0]
         names = (

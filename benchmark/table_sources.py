@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from closed_loop import Load, run_load
+from closed_loop import run_load
 from servers import ROOT, provenance, serve
-from serving import forget_prompts, median_interval
+from serving import Point, forget_prompts, load_of, median_interval
 
 sys.path.insert(0, str(ROOT / "python"))
 
@@ -39,11 +39,8 @@ class Server:
 
     def rate(self, concurrency: int, temperature: float, first: int) -> float:
         """Decode tokens/s of one run that begins at prompt `first`."""
-        options = self.options
-        per_client = max(options.requests_per_client, -(-options.min_requests // concurrency))
-        prompts = self.prompts[first:] + self.prompts[:first]
         forget_prompts(self.live)
-        load = Load(prompts, concurrency, per_client, options.max_new_tokens, temperature)
+        load = load_of(self.options, self.prompts, Point(concurrency, temperature), first=first)
         return run_load(self.port, load).decode_rate
 
     def warm_up(self) -> None:
