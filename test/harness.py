@@ -177,8 +177,8 @@ class ScriptedDrafter:
             at = len(request.tokens) - request.prompt_len
             block = (future[at : at + self.gamma] + [0] * self.gamma)[: self.gamma]
             blocks.append([(token + self._shift) % self._vocab_size for token in block])
-        tokens = torch.tensor(blocks)
-        return DraftBlock(tokens, tokens[..., None], torch.ones(*tokens.shape, 1))
+        tokens = torch.tensor(blocks, device=rows.device)
+        return DraftBlock(tokens, tokens[..., None], torch.ones(*tokens.shape, 1, device=rows.device))
 
 
 def to_message(request_id: str, job: Job) -> GenerateRequest:
@@ -204,21 +204,21 @@ def next_logits(harness: Harness, tokens: Sequence[int]) -> Tensor:
     from flashspark.attention.interface import RaggedQueries
 
     runner = harness._worker.runner
-    n, page_size = len(tokens), runner.request_rows.page_size
-    pages = torch.arange(1, n // page_size + 2)
+    n, page_size, device = len(tokens), runner.request_rows.page_size, runner.device
+    pages = torch.arange(1, n // page_size + 2, device=device)
     assert len(pages) <= harness.scheduler.limits.num_pages
     assert harness.scheduler.flush_cache()  # what is written here belongs to nobody
-    positions = torch.arange(n)
+    positions = torch.arange(n, device=device)
     queries = RaggedQueries(
         positions=positions,
         slots=pages[positions // page_size] * page_size + positions % page_size,
-        qo_indptr=torch.tensor([0, n]),
-        kv_lens=torch.tensor([n]),
+        qo_indptr=torch.tensor([0, n], device=device),
+        kv_lens=torch.tensor([n], device=device),
         page_table=pages[None],
         page_size=page_size,
     )
     with torch.inference_mode():
-        return runner.verify(torch.tensor(list(tokens)), queries)[-1]
+        return runner.verify(torch.tensor(list(tokens), device=device), queries)[-1]
 
 
 def near_tie_gap(harness: Harness, tokens: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ def test_greedy_output_is_that_of_the_reference_backend(tmp_path):
     target = write_target(tmp_path / "target", num_hidden_layers=2)
     draft = write_dflash2(tmp_path / "draft", target, dflash_config={"target_layer_ids": [0, 1]})
     jobs = [Job(range(40, 47), 6), Job([9] * 3, 5)]
-    plain = Harness(target, attention_backend="torch_native")
+    plain = Harness(target, device="cpu", attention_backend="torch_native")
     expected = [result.tokens for result in plain.run(jobs)]
     args = {"device": DEVICE, "attention_backend": "triton"}
     harness = Harness(target, draft, page_size=8, **args)

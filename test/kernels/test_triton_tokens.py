@@ -7,7 +7,7 @@ from flashspark.kernels.accept import accept_greedy, accept_sampled
 from flashspark.kernels.selector import top_candidates
 from flashspark.kernels.target_probs import sample_categorical
 from flashspark.kernels.top_tokens import best_tokens
-from parity import DEVICE, DTYPES, NEEDS_TRITON, integers, rand, randn
+from parity import DEVICE, DTYPES, NEEDS_TRITON, integers, rand, randn, reference
 
 pytestmark = NEEDS_TRITON
 
@@ -45,7 +45,7 @@ def test_forbidden_ids_are_never_candidates():
     logits[:, [7, 20]] = 100.0
     for forbidden in ([20, 7], integers([20, 7])):
         got = top_candidates(logits.clone(), 6, forbidden, "triton")
-        for a, b in zip(got, top_candidates(logits.clone(), 6, forbidden, "torch"), strict=True):
+        for a, b in zip(got, reference(top_candidates, logits.clone(), 6, forbidden), strict=True):
             assert torch.equal(a, b)
 
 
@@ -74,7 +74,7 @@ def test_accept_greedy(gamma):
     past = torch.arange(gamma + 1) >= lens[:, None]
     target[past], drafts[past[:, 1:]] = -7, -8
     args = [x.to(DEVICE) for x in (target, drafts, lens)]
-    for a, b in zip(accept_greedy(*args, "triton"), accept_greedy(*args, "torch"), strict=True):
+    for a, b in zip(accept_greedy(*args, "triton"), reference(accept_greedy, *args), strict=True):
         assert torch.equal(a, b)
 
 
@@ -102,7 +102,7 @@ def sampled_case(num_reqs, gamma, vocab_size, k, dense, seed=0):
 @pytest.mark.parametrize(("gamma", "k"), [(3, 2), (7, 5), (1, 1)])
 def test_accept_sampled(dense, gamma, k):
     case = sampled_case(9, gamma, 53, k, dense)
-    got, expected = accept_sampled(*case, "triton"), accept_sampled(*case, "torch")
+    got, expected = accept_sampled(*case, "triton"), reference(accept_sampled, *case)
     assert expected[0].unique().numel() > 1
     for a, b in zip(got[:2], expected[:2], strict=True):
         assert torch.equal(a, b)
@@ -118,7 +118,7 @@ def test_accept_sampled_without_drafts():
     empty, lens = integers(torch.zeros(3, 0)), integers([1, 1, 1])
     args = (probs, rows, empty, empty[..., None], torch.zeros(3, 0, 1, device=DEVICE), lens)
     args += (uniforms[:3, :0], uniforms[3:])
-    for a, b in zip(accept_sampled(*args, "triton"), accept_sampled(*args, "torch"), strict=True):
+    for a, b in zip(accept_sampled(*args, "triton"), reference(accept_sampled, *args), strict=True):
         assert torch.equal(a, b)
 
 
@@ -145,7 +145,7 @@ def test_sample_categorical():
         uniforms = rand(6, dtype=torch.float64, seed=seed)
         uniforms[:2] = 1.0 - 2.0**-53  # the end of the mass
         got = sample_categorical(weights, uniforms, "triton")
-        assert torch.equal(got, sample_categorical(weights, uniforms, "torch"))
+        assert torch.equal(got, reference(sample_categorical, weights, uniforms))
         assert (weights.gather(1, got[:, None]) > 0).all()
     broken = torch.full((2, 45), float("nan"), device=DEVICE)
     assert (sample_categorical(broken, uniforms[:2], "triton") < 45).all()

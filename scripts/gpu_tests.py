@@ -1,0 +1,102 @@
+"""Everything that a GPU has to say about right and wrong, in one command: logs, JUnit files and a table in a folder.
+
+    python scripts/gpu_tests.py --out FOLDER [kernels] [memcheck]
+
+- `kernels`: the parity tests of `test/kernels`, which the interpreter runs elsewhere, with kernels that are compiled.
+- `memcheck`: `scripts/gpu_memcheck.py`.
+
+Without a name, both, one after the other. Needs torch, triton, pytest and hypothesis; with pytest-xdist tests
+run side by side, which matters for the first, where compiling takes the time. Exit code 0 if everything passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS_S = {"kernels": 300, "memcheck": 400}
+
+
+def pytest_command(target: str, out: Path, name: str, workers: int, pattern: str | None) -> list[str]:
+    """pytest over `target` with the plugins that are there, whatever pyproject.toml asks of others."""
+    command = [sys.executable, "-m", "pytest", "-ra", "--durations=8", "--import-mode=importlib"]
+    command += ["-o", "addopts=", "-m", "not full", f"--junitxml={out / f'{name}.xml'}"]
+    if workers > 1 and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(workers)]
+    files = sorted(str(path) for path in (ROOT / target).glob(pattern)) if pattern else [str(ROOT / target)]
+    return command + files
+
+
+def commands(out: Path, workers: int) -> dict[str, list[str]]:
+    """What each name runs."""
+    return {
+        "kernels": pytest_command("test/kernels", out, "kernels", workers, "test_triton_[!c]*.py"),
+        "memcheck": [sys.executable, str(ROOT / "scripts" / "gpu_memcheck.py"), "--out", str(out)],
+    }
+
+
+def run(name: str, command: list[str], log: Path) -> tuple[int, float, str]:
+    """Exit code, seconds and last line of a command whose output is shown and written to `log`."""
+    paths = [str(ROOT / folder) for folder in ("python", "test", "scripts")]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if os.environ.get("PYTHONPATH"):
+        env["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    print(f"== {name}: {' '.join(command)}", flush=True)
+    started, last = time.monotonic(), ""
+    with log.open("w") as file:
+        limited = ["timeout", "--signal=INT", "--kill-after=20", str(LIMITS_S[name]), *command]
+        process = subprocess.Popen(
+            limited, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+            last = line.strip() or last
+    return process.wait(), time.monotonic() - started, last
+
+
+def device() -> str:
+    """What is tested: GPU and versions."""
+    import torch
+    import triton
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
+
+
+def main() -> int:
+    """Exit code 0 where all that was asked for passed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(LIMITS_S)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of logs and results")
+    parser.add_argument("--workers", type=int, default=8, help="processes of the kernels' tests")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(LIMITS_S)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(LIMITS_S)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    where = device()
+    print(where, flush=True)
+    table = []
+    for name in options.names or LIMITS_S:
+        log = options.out / f"{name}.log"
+        code, seconds, last = run(name, commands(options.out, options.workers)[name], log)
+        verdict = "PASS" if code == 0 else "timed out" if code == 124 else f"FAIL ({code})"
+        table.append((verdict, name, seconds, last))
+    report = [where, *(f"{v:10} {name:9} {seconds:6.1f} s  {last[:120]}" for v, name, seconds, last in table)]
+    (options.out / "gpu_tests.txt").write_text("\n".join(report) + "\n")
+    print("\n".join(report))
+    return 0 if all(verdict == "PASS" for verdict, *_ in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
