@@ -66,14 +66,19 @@ def _is_healthy(port: int) -> bool:
 
 def provenance() -> dict[str, Any]:
     """The command, the commit and the machine, for a result's file."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return {
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit.stdout.strip(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
-    }
+    machine = {"processor": _processor(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    torch = sys.modules.get("torch")  # of a benchmark that runs models itself
+    if torch is not None and torch.cuda.is_available():
+        machine |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {"command": "python " + " ".join(sys.argv), "commit": _commit(), "machine": machine}
+
+
+def _commit() -> str:
+    """Of this checkout; empty where that is not known, in a copy of the files alone."""
+    with contextlib.suppress(OSError):
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _processor() -> str:
