@@ -32,13 +32,26 @@ SPECULATIONS: list[dict[str, Any]] = [
 TOKENS_PER_TIE = 10_000
 
 
-@pytest.fixture(scope="module", params=["compact", pytest.param("static", marks=pytest.mark.full)])
+KINDS = {
+    "compact, overlapped": ["--ragged-verify-mode", "compact", "--enable-overlap-schedule"],
+    "compact": ["--ragged-verify-mode", "compact"],
+    "static": ["--ragged-verify-mode", "static"],
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        kind if kind == "compact, overlapped" else pytest.param(kind, marks=pytest.mark.full)
+        for kind in KINDS
+    ],
+)
 def small_pool(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("storm") / "log"
     flags = ["--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "16"]
-    flags += ["--context-length", str(CONTEXT), "--ragged-verify-mode", request.param]
+    flags += ["--context-length", str(CONTEXT), *KINDS[request.param]]
     flags += ["--chunked-prefill-size", "64", "--decode-log-interval", "1000"]
     with running_server(*speculative(*tiny_pair), *flags, log=log) as running:
         yield running

@@ -198,14 +198,15 @@ def test_stop_strings_wait_for_min_new_tokens(folders, plain):
             assert choice.visible_text == decoded
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_without_finite_logits_fails_alone(tmp_path, folders, temperature):
+def test_a_request_without_finite_logits_fails_alone(tmp_path, folders, temperature, overlap):
     """A NaN in one token's embedding ends the requests that read it, and nobody else."""
     target = write_target(tmp_path / "poisoned", **EOS)
     tensors = load_file(target / "model.safetensors")
     tensors["model.embed_tokens.weight"][77] = float("nan")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    harness = Harness(target, folders["dflash2"])
+    harness = Harness(target, folders["dflash2"], enable_overlap_schedule=overlap)
     healthy = [Job([5, 6, 7 + i], 20, sampling={"temperature": temperature, "seed": i}) for i in range(3)]
     alone = [harness.run([job])[0] for job in healthy]
     results = harness.run(

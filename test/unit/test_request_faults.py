@@ -81,11 +81,12 @@ def plant(monkeypatch, harness: Harness, where: str) -> None:
             )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", VerifyMode)
 @pytest.mark.parametrize("where", ["arrival", "row", "step", "end"])
-def test_a_bug_in_one_requests_sampling_fails_alone(pair, monkeypatch, caplog, mode, where):
+def test_a_bug_in_one_requests_sampling_fails_alone(pair, monkeypatch, caplog, mode, where, overlap):
     expected = [result.tokens for result in engine(pair, mode).run(jobs(None))]
-    harness = engine(pair, mode)
+    harness = engine(pair, mode, enable_overlap_schedule=overlap)
     if where == "end":
         make = harness.scheduler._make_request
 
@@ -108,9 +109,16 @@ def test_a_bug_in_one_requests_sampling_fails_alone(pair, monkeypatch, caplog, m
     assert harness.scheduler.state()["finished"] == len(PROMPTS)
 
 
-def test_a_step_that_fails_for_everybody_ends_the_engine(pair, monkeypatch):
-    harness = engine(pair, VerifyMode.STATIC)
-    spoil(monkeypatch, harness._worker.sampling, "begin_step", lambda *_: True)
+@pytest.mark.parametrize("num_good_steps", [0, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_for_everybody_ends_the_engine(pair, monkeypatch, overlap, num_good_steps):
+    harness, left = engine(pair, VerifyMode.STATIC, enable_overlap_schedule=overlap), [num_good_steps]
+
+    def is_over(*_) -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    spoil(monkeypatch, harness._worker.sampling, "begin_step", is_over)
     with pytest.raises(Bug):
         harness.run(jobs(None))
 

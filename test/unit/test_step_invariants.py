@@ -315,7 +315,7 @@ class DeviceReads(TorchDispatchMode):
 
 @contextmanager
 def device_reads(harness: Harness):
-    """Watches from the plan to the tokens, which the scheduler then reads.
+    """Watches from the plan to where the tokens' copy has been started.
 
     Exempt are the wait for the relay, and the CPU's attention backend, which is made of host loops.
     """
@@ -332,8 +332,7 @@ def device_reads(harness: Harness):
         for name in ("ragged", "block"):
             reads.while_in(patch, TorchNativeBackend, name, watching=False)
         reads.while_in(patch, ConfidenceRelay, "resolve", watching=False)
-        reads.while_in(patch, harness.scheduler, "_plan", watching=True)
-        reads.while_in(patch, harness._worker, "decode", watching=True)
+        reads.while_in(patch, harness.scheduler._decoding, "_launch", watching=True)
         with reads:
             yield reads.counts
 

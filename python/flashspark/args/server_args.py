@@ -159,7 +159,8 @@ class ServerArgs:
         hint="has no effect yet: --max-total-tokens sets the KV capacity",
     )
     disable_radix_cache: bool = flag(False, "no prefix cache: every prompt is computed")
-    disable_overlap_schedule: bool = flag(False, "synchronous step loop (the only one yet)")
+    disable_overlap_schedule: bool = flag(False, "each step's tokens are handled before the next step starts")
+    enable_overlap_schedule: bool = flag(False, "on a CPU too, where there is nothing to gain but tests")
     enable_deterministic_inference: bool = flag(
         False, "per-request seeds (always honoured); step times correct no cost table"
     )
@@ -295,6 +296,9 @@ class ServerArgs:
             if value is not None and self.attention_backend not in ("auto", value):
                 remedy = "prefill and decoding run on one backend: give --attention-backend alone"
                 raise ArgumentError(flag_name(name), value, remedy)
+        if self.enable_overlap_schedule and self.disable_overlap_schedule:
+            remedy = "contradicts --disable-overlap-schedule: give one"
+            raise ArgumentError("--enable-overlap-schedule", None, remedy)
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk < 1:
             raise ArgumentError("--chunked-prefill-size", chunk, "use -1 or a number above 0")

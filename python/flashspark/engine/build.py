@@ -70,7 +70,9 @@ def build_engine(options: EngineOptions) -> Engine:
     draft = _load_draft(options, target)
     context_length = _context_length(options, target)
     capacity = _capacity(options, target, draft, context_length)
-    max_pages_per_req = -(-context_length // options.page_size)
+    # A step that was launched before its request was known to be at its end begins there.
+    num_positions = context_length + (draft.config.verify_width if draft else 1)
+    max_pages_per_req = -(-num_positions // options.page_size)
     request_rows = RequestRows(options.max_running_requests, max_pages_per_req, options.page_size, device)
     draft_backend = backend
     if options.draft_attention_backend is not None:

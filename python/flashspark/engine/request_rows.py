@@ -8,21 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .upload import upload
+
+UNLIMITED = 2**40  # tokens
 
 
 class RequestRows:
     """Committed length, anchor and page table of up to `max_reqs` requests.
 
     `context_lens[row]` is n, the number of tokens whose K/V is committed (positions 0 … n-1); `anchors[row]` is
-    the token at position n, known but not yet run through the target.
+    the token at position n, known but not yet run through the target; `max_lens[row]` is the number of tokens that
+    the request may become. The host launches steps before it knows n, so rows may run past that: they write to the
+    rest of the request's pages and, behind those, to the scratch page.
     """
 
     def __init__(self, max_reqs: int, max_pages_per_req: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.context_lens = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self.anchors = torch.zeros(max_reqs, dtype=torch.int64, device=device)
+        self.max_lens = torch.full((max_reqs,), UNLIMITED, dtype=torch.int64, device=device)
         # Page 0 is scratch, so an entry nobody filled can harm nobody.
         self.page_table = torch.zeros(max_reqs, max_pages_per_req, dtype=torch.int64, device=device)
 
@@ -31,9 +39,23 @@ class RequestRows:
         self.context_lens[row] = context_len
         self.anchors[row] = anchor
 
-    def set_pages(self, row: int, pages: Sequence[int], start: int = 0) -> None:
-        """Writes page ids of `row` from its page number `start` on."""
-        self.page_table[row, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+    def set_max_len(self, row: int, max_len: int) -> None:
+        """Lets the request in `row` become `max_len` tokens long."""
+        self.max_lens[row] = max_len
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Makes `pages` the pages of `row`, which are all it has: an earlier owner's are another's by now."""
+        self.page_table[row].zero_()
+        self.page_table[row, : len(pages)] = upload(pages, self.page_table.device)
+
+    def add_pages(self, rows: Sequence[int], places: Sequence[int], pages: Sequence[int]) -> None:
+        """Writes pages of many rows: `pages[i]` becomes page number `places[i]` of `rows[i]`."""
+        index = upload(np.array((rows, places, pages), dtype=np.int64), self.page_table.device)
+        self.page_table[index[0], index[1]] = index[2]
+
+    def within_limits(self, lens: Tensor, rows: Tensor, context_lens: Tensor) -> Tensor:
+        """`lens` [R] cut to what the requests in `rows` may still emit, and 1 at least; n is `context_lens` [R]."""
+        return torch.minimum(lens, self.max_lens[rows] - 1 - context_lens).clamp_(min=1)
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """KV slots of `positions` [M] in the pages of `rows` [M]."""

@@ -71,8 +71,13 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
     eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []
     grammars = _grammar_queue(args, tokenizer, vocab_size)
-    scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed, grammars)
-    return scheduler, _ready(engine, worker, limits, eos_token_ids, verification)
+    # On a CPU a launch returns when the step has ended, and nothing is left to overlap with.
+    overlap = args.enable_overlap_schedule or (
+        runner.device.type == "cuda" and not args.disable_overlap_schedule
+    )
+    scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed, grammars, overlap)
+    info = {**verification, "overlap_schedule": overlap}
+    return scheduler, _ready(engine, worker, limits, eos_token_ids, info)
 
 
 def _grammar_queue(args: ServerArgs, tokenizer: TextTokenizer | None, vocab_size: int) -> GrammarQueue:

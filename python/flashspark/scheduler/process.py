@@ -83,8 +83,10 @@ class SchedulerService:
 
     def _pause(self, mode: str | None) -> None:
         self._paused = mode is not None
+        if self._paused:
+            self._scheduler.settle()
         if mode == "retract":
-            self._scheduler.residency.retract_all()
+            self._scheduler.retract_all()
         logger.info("the step loop %s", f"is paused ({mode})" if self._paused else "goes on")
 
     def _profile(self, options: Mapping[str, Option] | None) -> str | None:

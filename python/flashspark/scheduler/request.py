@@ -99,6 +99,9 @@ class Request:
         None  # what it would have got without cutoffs; None where that is not known
     )
     num_steps_without_draft: int = 0  # drafted steps in a row that verified the anchor alone
+    steps_without_draft_before: int = 0  # the same, a step earlier
+    cap_in_flight: int = 0  # most rows of its step that was launched and not collected yet
+    has_ended: bool = False  # and been reported: what a step in flight brings is nobody's
     num_retractions: int = 0
     accept_histogram: list[int] = field(init=False)
     verify_histogram: list[int] = field(init=False)  # steps by verify length
@@ -142,9 +145,32 @@ class Request:
 
     @property
     def verify_cap(self) -> int:
-        """Most rows a step may verify. Never more than it may still emit, so no step runs past its last position."""
-        width = self.gamma + 1
-        return min(width, self.num_remaining, self.message.max_verify_len or width)
+        """Most rows the next step may verify: what it may still emit, of which a step in flight brings one at least.
+        0: it ends with that step, if not before."""
+        width, num_remaining = self.gamma + 1, self.num_remaining - (self.cap_in_flight > 0)
+        return min(width, num_remaining, self.message.max_verify_len or width)
+
+    @property
+    def num_slots_wanted(self) -> int:
+        """K/V slots it has to hold for its next step: none past its last token but one, whatever steps may run."""
+        wanted = len(self.tokens) - 1 + self.cap_in_flight + self.verify_cap
+        return min(wanted, self.max_len - 1)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens it may become."""
+        return self.prompt_len + self.message.sampling.max_new_tokens
+
+    @property
+    def num_waited(self) -> int:
+        """`num_steps_without_draft` before the latest step, for plans: a step in flight has told nothing yet, and
+        plans must not depend on whether there is one."""
+        return self.num_steps_without_draft if self.cap_in_flight else self.steps_without_draft_before
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host has to have its last step's outcome before the next one, or reads within it."""
+        return self.grammar is not None or self.message.logprobs is not None
 
     @property
     def keeps_block(self) -> bool:
@@ -185,6 +211,7 @@ class Request:
         if self.verify_histogram:
             self.verify_histogram[verify_len] += 1
         waits = num_drafted > 0 and verify_len == 1
+        self.steps_without_draft_before = self.num_steps_without_draft
         self.num_steps_without_draft = self.num_steps_without_draft + 1 if waits else 0
         kept: list[int] = []
         finish = None

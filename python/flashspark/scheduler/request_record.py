@@ -8,7 +8,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashspark.speculative.types import Accepted, StepBatch
+from flashspark.speculative.step_results import StepResults
+from flashspark.speculative.types import StepBatch
 
 from .request import Request
 
@@ -37,27 +38,30 @@ class RequestRecord(msgspec.Struct, frozen=True):
 def request_records(
     requests: Sequence[Request],
     batch: StepBatch,
-    accepted: Accepted,
+    caps: Sequence[int],
+    results: StepResults,
     num_kept: Sequence[int],
     num_uncapped: Sequence[int] | None,
 ) -> list[RequestRecord]:
-    """Records of a step that was just handed out. Waits for the device: for servers that keep such records.
+    """Records of a step that was just handed out.
 
     Args:
+        caps: [R], rows that each could use, as it turned out.
+        results: with drafts.
         num_kept: [R], tokens each request took; -1 where the step gave it nothing usable, which leaves it out.
         num_uncapped: [R], drafts each would have accepted without a cutoff; None where that is not known.
     """
     plan = batch.plan
-    tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
-    lens, drafts = accepted.verify_lens.tolist(), accepted.drafts.tolist()
-    confidence, survival = _rounded(accepted.confidence)
+    lens, drafts = results.verify_lens, results.drafts
+    confidence, survival = _rounded(results.confidence)
     records = []
     for i, request in enumerate(requests):
         if num_kept[i] < 0:
             continue
-        is_drafted = (plan is None or plan.draft) and batch.cap_list[i] > 1
-        correct = num_tokens[i] - 1
-        most = min(batch.cap_list[i] - 1, len(drafts[i])) if is_drafted else 0
+        is_drafted = (plan is None or plan.draft) and caps[i] > 1
+        tokens, cap = results.tokens[i], caps[i] if plan is None else min(caps[i], int(plan.caps[i]))
+        correct = len(tokens) - 1
+        most = min(caps[i] - 1, len(drafts[i])) if is_drafted else 0
         if num_uncapped is not None:
             trim: int | None = num_uncapped[i] - correct
         else:
@@ -66,15 +70,15 @@ def request_records(
             RequestRecord(
                 rid=request.request_id,
                 req_pool_index=batch.row_list[i],
-                prefix_len=request.context_len - num_tokens[i],
+                prefix_len=request.context_len - len(tokens),
                 verify_len=lens[i],
-                acc_len=num_tokens[i],
+                acc_len=len(tokens),
                 correct_drafts=correct,
                 num_output_tokens=num_kept[i],
                 cap_trim=trim,
-                bonus_token=tokens[i][correct],
-                floor=None if plan is None else int(plan.floors[i]),
-                cap=batch.cap_list[i] if plan is None else int(plan.caps[i]),
+                bonus_token=tokens[-1],
+                floor=None if plan is None else min(cap, int(plan.floors[i])),
+                cap=cap,
                 draft_tokens=drafts[i] if is_drafted else None,
                 confidence=confidence[i] if is_drafted and confidence else None,
                 survival=survival[i] if is_drafted and survival else None,

@@ -36,6 +36,7 @@ class Residency:
         self.num_prompt_tokens = self.num_cached_tokens = (
             0  # of the prompts that were admitted; found in the cache
         )
+        self._grown: list[tuple[int, int, int]] = []  # row, page number, page: not on the device yet
         self.entering: Request | None = None  # whom `admit` was giving its row when something went wrong
 
     @property
@@ -63,7 +64,7 @@ class Residency:
             path = self.cache.match(
                 request.message.cache_namespace, request.tokens, request.max_cached_tokens
             )
-            wanted = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(path)
+            wanted = num_pages_for(request.num_slots_wanted, self._page_size) - len(path)
             available = self.allocator.num_available - sum(node.num_users == 0 for node in path)
             if available < wanted + len(self.residents) or self._is_being_computed(request, len(path)):
                 return
@@ -76,8 +77,13 @@ class Residency:
             assert pages is not None
             self._enter(request, path, pages)
 
+    def has_room(self, requests: Iterable[Request]) -> bool:
+        """Whether `grow` would retract nobody."""
+        return sum(self._num_missing(request) for request in requests) <= self.allocator.num_available
+
     def grow(self, requests: Iterable[Request]) -> list[Request]:
-        """Makes room for one verify step of each, retracting the youngest residents when pages run out.
+        """Makes room for one verify step of each, retracting the youngest residents when pages run out. Nobody may be
+        retracted while a step is in flight: its tokens would be lost.
 
         Returns:
             The requests, in order, that still hold their row and have the room.
@@ -88,6 +94,7 @@ class Residency:
                 continue
             if self._cover(request):
                 ready.append(request)
+        self._write_pages()
         return [request for request in ready if request.row >= 0]
 
     def release(self, request: Request, publish: bool = True) -> None:
@@ -130,8 +137,9 @@ class Residency:
         for request in list(self.residents):
             self._retract(request)
 
-    def _tokens_after_a_step(self, request: Request) -> int:
-        return len(request.tokens) - 1 + request.verify_cap
+    def _num_missing(self, request: Request) -> int:
+        """Pages that its next step lacks."""
+        return max(num_pages_for(request.num_slots_wanted, self._page_size) - len(request.pages), 0)
 
     def _is_being_computed(self, request: Request, num_pages_found: int) -> bool:
         """Whether a resident's prefill will publish the page that comes after those that were found."""
@@ -157,6 +165,7 @@ class Residency:
             request.queue_seconds = time.monotonic() - request.arrived_s
         bisect.insort(self.residents, request, key=lambda resident: resident.arrival)
         self._request_rows.set_pages(request.row, pages)
+        self._request_rows.set_max_len(request.row, request.max_len)
         # The anchor is the last known token, whether the prompt's or, after a retraction, the output's.
         self._request_rows.set_context(request.row, request.context_len, request.tokens[-1])
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
@@ -173,8 +182,8 @@ class Residency:
 
     def _cover(self, request: Request) -> bool:
         """Extends the pages over the next step; False if the request itself had to give way."""
-        missing = num_pages_for(self._tokens_after_a_step(request), self._page_size) - len(request.pages)
-        if missing <= 0:
+        missing = self._num_missing(request)
+        if missing == 0:
             return True
         own_pages = request.pages[request.num_pages_found :]
         while (pages := self.allocator.extend(own_pages, missing)) is None:
@@ -182,9 +191,16 @@ class Residency:
             self._retract(youngest)
             if youngest is request:
                 return False
-        self._request_rows.set_pages(request.row, pages, start=len(request.pages))
+        first = len(request.pages)
+        self._grown += [(request.row, first + i, page) for i, page in enumerate(pages)]
         request.pages += pages
         return True
+
+    def _write_pages(self) -> None:
+        """Tells the device of new pages, all at once: each upload costs as much as a kernel."""
+        if self._grown:
+            self._request_rows.add_pages(*zip(*self._grown, strict=True))
+            self._grown.clear()
 
     def _retract(self, request: Request) -> None:
         """Leaves K/V to the prefix cache, keeps everything that decides the rest of the output."""

@@ -1,7 +1,4 @@
-"""The step loop: admit, prefill a little, verify one block of every running request, hand out what it gave.
-
-This is the synchronous loop: a step's tokens are handled before the next step starts.
-"""
+"""The step loop: admit, prefill a little, verify one block of every running request, hand out what a step gave."""
 
 from __future__ import annotations
 
@@ -10,30 +7,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-
-import torch
 
 from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics, StateValue
-from flashspark.speculative.adaptive import VerifyMode
-from flashspark.speculative.planner import Plan
 from flashspark.speculative.sts_records import CollectingHead
-from flashspark.speculative.types import Accepted, Logprobs, StepBatch
+from flashspark.speculative.types import Logprobs
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .charts import chart_state
 from .deadlines import Deadlines
+from .decode_loop import DecodeLoop
 from .grammar import GrammarQueue
-from .isolation import decode_apart, failure, not_finite
+from .isolation import failure
 from .limits import SchedulerLimits
 from .live_settings import LiveSettings, Value
 from .logprobs import rows_to_tell, to_message, wants_prompt_logprobs
 from .metrics import scheduler_metrics
 from .record_feed import FeedHeader, RecordFeed
 from .request import Request, StopChecker
-from .request_record import RequestRecord, request_records
 from .residency import Residency
 from .step_record import DecodeMeans, StepRecord, decode_log_line, plan_log_line
 from .step_totals import StepTotals
@@ -55,6 +47,7 @@ class Scheduler:
         tokenizer: TextTokenizer | None = None,
         random_seed: int = 0,
         grammars: GrammarQueue | None = None,
+        overlap: bool = False,
     ) -> None:
         self.limits, self._worker, self._send = limits, worker, send
         self._eos_token_ids, self._tokenizer = frozenset(eos_token_ids), tokenizer
@@ -67,20 +60,28 @@ class Scheduler:
         self._settings = LiveSettings(worker)
         self._flushed = (0, 0)  # output tokens and verify steps at the last flush
         self._feed: RecordFeed | None = None
-        self.num_steps = 0
+        self.num_steps, self._seconds = 0, 0.0  # turns; seconds of those since the last record
         self._step_totals = StepTotals()
         self.totals = dict.fromkeys(
             (
                 *("finished", "aborted", "aborted_mid_block", "output_tokens", "verify_steps"),
-                *("verify_tokens", "trimmed_steps", "draft_free_steps"),
+                *("verify_tokens", "trimmed_steps", "draft_free_steps", "overlapped_steps"),
             ),
             0,
+        )
+        self._decoding = DecodeLoop(
+            worker, self.residency, self._hand_out, self._fail, self.totals, overlap=overlap
         )
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests)
+        return bool(self._requests) or self._decoding.in_flight is not None
+
+    @property
+    def _has_steps(self) -> bool:
+        """`has_work`, but for what is being compiled."""
+        return len(self._grammars) < len(self._requests) or self._decoding.in_flight is not None
 
     def add(self, message: GenerateRequest) -> None:
         """Queues a request. One that can never run is answered with an abort that says why."""
@@ -135,29 +136,33 @@ class Scheduler:
                 self._end(request, [], FinishReason("abort", message=message))
 
     def step(self) -> None:
-        """One turn: admit, one prefill chunk, one decode step."""
-        is_idle = len(self._grammars) == len(self._requests)  # but for what is being compiled
-        self._take_compiled(_COMPILE_WAIT_S if is_idle else 0.0)
-        if len(self._grammars) == len(self._requests):
+        """One turn: admit, one prefill chunk, one decode step launched, one collected (`DecodeLoop.turn`)."""
+        self._take_compiled(0.0 if self._has_steps else _COMPILE_WAIT_S)
+        if not self._has_steps:
             return
         started = time.perf_counter()
         self._admit()
-        num_prefill_tokens = self._prefill()
-        running = self.residency.grow([r for r in self.residency.residents if r.is_decodable])
-        record = self._decode(running) if running else StepRecord()
+        self._take_record(self._decoding.turn(self._prefill()), started)
+
+    def settle(self) -> None:
+        """Hands out the step in flight, if there is one: between two turns, before what wants the device at rest."""
+        if self._decoding.in_flight is not None:
+            started = time.perf_counter()
+            self._take_record(self._decoding.collect(), started)
+
+    def _take_record(self, record: StepRecord | None, started: float) -> None:
+        """Ends a turn; None where nothing was collected in it."""
         self.num_steps += 1
         ended = time.perf_counter()
-        self.records.append(
-            replace(
-                record,
-                forward_ct=self.num_steps,
-                num_prefill_tokens=num_prefill_tokens,
-                step_ms=(ended - started) * 1e3,
-            )
-        )
-        self._step_totals.add(self.records[-1])
+        self._seconds += ended - started
+        if record is None:
+            return
+        record = replace(record, forward_ct=self.num_steps, step_ms=self._seconds * 1e3)
+        self._seconds = 0.0
+        self.records.append(record)
+        self._step_totals.add(record)
         if self._feed is not None:
-            self._feed.add(self.records[-1], ended, self.has_work)
+            self._feed.add(record, ended, self.has_work and self._decoding.goes_on)
         self._log()
 
     def keep_records(self, components: Sequence[str], simulate_acc_len: float | None = None) -> None:
@@ -165,6 +170,7 @@ class Scheduler:
         worker, mode = self._worker, self._worker.mode.value
         header = FeedHeader(mode, worker.gamma, worker.width, components, simulate_acc_len)
         self._feed = self._settings.feed = RecordFeed(header)
+        self._decoding.keeps_requests = self._feed.keeps_requests
 
     def info_record(self) -> bytes | None:
         """`dspark_info_record` as JSON; None where no records are kept."""
@@ -172,18 +178,26 @@ class Scheduler:
 
     def set_internal_state(self, values: Mapping[str, Value]) -> str | None:
         """Changes live settings, all or none; returns why where it is none."""
-        refusal = self._settings.apply(values, is_idle=not self.has_work)
-        if refusal is None and not self.has_work:
+        if not self._requests:
+            self.settle()
+        refusal = self._settings.apply(values, is_idle=not self._requests)
+        if refusal is None and not self._requests:
             self.records.clear()  # means over recent steps are of one mode and one width
         return refusal
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache and starts the mean acceptance length afresh; False, and nothing, while busy."""
-        if self.has_work:
+        if self._requests:
             return False
+        self.settle()
         self.residency.flush()
         self._flushed = (self.totals["output_tokens"], self.totals["verify_steps"])
         return True
+
+    def retract_all(self) -> None:
+        """Everybody gives up row and pages and returns to the queue."""
+        self.settle()
+        self.residency.retract_all()
 
     def accept_no_drafts(self) -> None:
         """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
@@ -191,6 +205,7 @@ class Scheduler:
 
     def close(self) -> None:
         """After the last step: writes the confidence records that waited for more."""
+        self.settle()
         adaptive = self._settings.verifier
         if adaptive is not None and isinstance(adaptive.source, CollectingHead):
             adaptive.source.close()
@@ -347,98 +362,6 @@ class Scheduler:
                     raise
                 self._fail(request, error)
 
-    def _decode(self, running: list[Request]) -> StepRecord:
-        """One verify step of `running`; its part of the turn's record."""
-        try:
-            return self._decode_together(running)
-        except torch.AcceleratorError:  # the device is lost, and with it every request
-            raise
-        except Exception as error:
-            logger.error("a step failed, of requests %r", [r.request_id for r in running], exc_info=error)
-            return decode_apart(running, error, partial(self._decode_together, planned=False), self._fail)
-
-    def _decode_together(self, running: list[Request], planned: bool = True) -> StepRecord:
-        row_list = [request.row for request in running]
-        cap_list = [request.verify_cap for request in running]
-        rows, caps, device = torch.tensor(row_list), torch.tensor(cap_list), self._worker.runner.device
-        plan = self._plan(running, row_list, cap_list) if planned else None
-        grammars = {i: request.grammar for i, request in enumerate(running) if request.grammar is not None}
-        batch = StepBatch(rows.to(device), row_list, caps.to(device), cap_list, plan, grammars)
-        started = time.perf_counter()
-        accepted = self._worker.decode(batch)
-        tokens, num_tokens = accepted.tokens.tolist(), accepted.num_tokens.tolist()
-        lens = accepted.verify_lens.tolist()
-        seconds = time.perf_counter() - started
-        if plan is not None and self._worker.adaptive is not None:
-            self._worker.adaptive.observe_step(plan, seconds)
-            self.totals["trimmed_steps"] += plan.draft and not plan.verify.full
-            self.totals["draft_free_steps"] += not plan.draft
-        num_uncapped = self._num_uncapped(accepted, batch)
-        num_kept, num_uncapped_tokens = [-1] * len(running), 0
-        drafts = plan is None or plan.draft
-        is_finite = accepted.is_finite.tolist()
-        for i, request in enumerate(running):
-            if not is_finite[i]:
-                self.totals["aborted"] += 1
-                self._end(request, [], not_finite(request))
-                continue
-            num_drafted = request.gamma if drafts and cap_list[i] > 1 else 0
-            try:
-                kept, finish = request.append_step(tokens[i][: num_tokens[i]], lens[i], num_drafted)
-            except Exception as error:  # a bug in what looks for its end
-                self._fail(request, error)
-                continue
-            num_kept[i] = len(kept)
-            if num_uncapped is not None:
-                ended = finish is not None
-                num_uncapped_tokens += request.count_uncapped(num_uncapped[i], len(kept), ended)
-            self.totals["verify_tokens"] += lens[i]
-            self.totals["verify_steps"] += 1
-            logprobs = accepted.logprobs.get(i)
-            if finish is None:
-                self._send(self._output(request, kept, logprobs=logprobs))
-            else:
-                self._count_end(finish)
-                self._end(request, kept, finish, logprobs)
-        num_output_tokens = sum(kept for kept in num_kept if kept > 0)
-        self.totals["output_tokens"] += num_output_tokens
-        reqs: Sequence[RequestRecord] = ()
-        if self._feed is not None and self._feed.keeps_requests:
-            reqs = request_records(running, batch, accepted, num_kept, num_uncapped)
-        return StepRecord(
-            num_reqs=len(running),
-            num_grammar_reqs=len(grammars),
-            num_verify_tokens=sum(lens),
-            num_rows_run=accepted.num_rows_run,
-            num_output_tokens=num_output_tokens,
-            num_full_tokens=sum(cap_list),
-            num_uncapped_tokens=None if num_uncapped is None else num_uncapped_tokens,
-            decode_ms=seconds * 1e3,
-            mode=self._worker.mode.value,
-            plan=plan,
-            reqs=reqs,
-        )
-
-    def _num_uncapped(self, accepted: Accepted, batch: StepBatch) -> list[int] | None:
-        """Drafts each request would have accepted without a cutoff; None where their rows were not computed."""
-        if self._worker.mode is not VerifyMode.CAP_ACCEPT or not self._worker.accepts_drafts:
-            return None
-        if batch.plan is not None and not batch.plan.draft:
-            return [0] * len(batch.cap_list)
-        pairs = zip(accepted.num_matched.tolist(), batch.cap_list, strict=True)
-        return [min(num_matched, cap - 1) for num_matched, cap in pairs]
-
-    def _plan(self, running: list[Request], row_list: list[int], cap_list: list[int]) -> Plan | None:
-        """How much of each block to verify; None in static mode, where that is not a question."""
-        if self._worker.adaptive is None:
-            return None
-        return self._worker.adaptive.plan(
-            row_list,
-            cap_list,
-            [request.keeps_block for request in running],
-            [request.num_steps_without_draft for request in running],
-        )
-
     def _fail(self, request: Request, error: Exception) -> None:
         """Ends a request that a bug has hit."""
         logger.error("request %r failed", request.request_id, exc_info=error)
@@ -450,11 +373,22 @@ class Scheduler:
     ) -> None:
         """Frees what the request holds, then says so: a client that hears it may count on the capacity."""
         del self._requests[request.request_id]
+        request.has_ended = True
         if request.row >= 0:
             self.residency.release(request, publish=finish.status_code != 500)
         elif not self._grammars.discard(request):
             self.residency.queue.remove(request)
         self._send(self._output(request, token_ids, finish, logprobs))
+
+    def _hand_out(
+        self, request: Request, token_ids: list[int], finish: FinishReason | None, logprobs: Logprobs | None
+    ) -> None:
+        """What a step gave a request, and its end if that is one."""
+        if finish is None:
+            self._send(self._output(request, token_ids, logprobs=logprobs))
+        else:
+            self._count_end(finish)
+            self._end(request, token_ids, finish, logprobs)
 
     def _count_end(self, finish: FinishReason) -> None:
         self.totals["aborted" if finish.type == "abort" else "finished"] += 1

@@ -18,15 +18,17 @@ class StepRecord:
 
     forward_ct: int = 0
     num_reqs: int = 0  # requests that decoded
+    num_dropped_reqs: int = 0  # of them, those that had ended while the step was in flight: nobody's tokens
+    is_overlapped: bool = False  # launched before the outcome of the step before it was read
     num_grammar_reqs: int = 0  # of them, those whose drafts the host read within the step, for their grammars
-    num_prefill_tokens: int = 0
+    num_prefill_tokens: int = 0  # prompt tokens that were run before the step, since the one before it
     num_verify_tokens: int = 0  # sum of the verify lengths
     num_rows_run: int = 0  # packed rows that the target ran, padding included
     num_output_tokens: int = 0
     num_full_tokens: int = 0  # rows of everybody's full block
     num_uncapped_tokens: int | None = None  # output tokens without cutoffs; None where that is not known
-    step_ms: float = 0.0
-    decode_ms: float = 0.0  # of it, from the plan to the tokens on the host
+    step_ms: float = 0.0  # of the loop, since the record before
+    decode_ms: float = 0.0  # of the step, from the plan to the tokens; see `StepClock`
     mode: str = VerifyMode.STATIC.value  # how its blocks were verified
     plan: Plan | None = None  # None in static mode, and where nothing decoded
     reqs: Sequence[RequestRecord] = ()  # where records of requests are kept
@@ -37,8 +39,8 @@ class StepRecord:
         if not records:
             return cls()
         counts = (
-            *("num_reqs", "num_grammar_reqs", "num_verify_tokens", "num_rows_run"),
-            *("num_output_tokens", "num_full_tokens"),
+            *("num_reqs", "num_dropped_reqs", "num_grammar_reqs", "num_verify_tokens"),
+            *("num_rows_run", "num_output_tokens", "num_full_tokens"),
         )
         sums = {name: sum(getattr(record, name) for record in records) for name in counts}
         reqs = [req for record in records for req in record.reqs]
@@ -67,6 +69,7 @@ class DecodeMeans:
         if not records:
             return cls()
         num_verified = sum(record.num_reqs for record in records)
+        num_taken = max(num_verified - sum(record.num_dropped_reqs for record in records), 1)
         num_output = sum(record.num_output_tokens for record in records)
         seconds = sum(record.step_ms for record in records) / 1e3
         uncapped = [r.num_uncapped_tokens for r in records if r.num_uncapped_tokens is not None]
@@ -74,10 +77,10 @@ class DecodeMeans:
         errors = [predicted_ms - measured_ms for predicted_ms, measured_ms in times]
         is_planned = any(record.plan is not None for record in records)
         return cls(
-            accept_length=num_output / num_verified,
-            accept_rate=(num_output / num_verified - 1) / gamma if gamma else 0.0,
+            accept_length=num_output / num_taken,
+            accept_rate=(num_output / num_taken - 1) / gamma if gamma else 0.0,
             cap_length=sum(r.num_verify_tokens for r in records) / num_verified if is_planned else None,
-            block_accept_length=sum(uncapped) / num_verified if len(uncapped) == len(records) else None,
+            block_accept_length=sum(uncapped) / num_taken if len(uncapped) == len(records) else None,
             gen_throughput=num_output / max(seconds, 1e-9),
             step_time_error_s=sum(errors) / len(errors) / 1e3 if errors else None,
         )

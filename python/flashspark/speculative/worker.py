@@ -95,9 +95,11 @@ class SpeculativeWorker:
         draft = self._draft(batch, step, members)
         confidence = None if draft.signal is None else self._publish(batch, draft, members)
         verify_lens, layout = self._lay_out(batch, draft, confidence)
+        context_lens = request_rows.context_lens[rows]
+        # The host's caps are of what it knew when it launched the step; rows past the limit run, and commit nothing.
+        verify_lens = request_rows.within_limits(verify_lens, rows, context_lens)
         blocks = self._read_blocks(batch, draft, verify_lens) if batch.grammars else None
         logits = self.runner.verify(layout.input_ids, layout.queries)
-        context_lens = request_rows.context_lens[rows]
         # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
         cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
         masks = None if blocks is None else blocks.masks()
