@@ -11,6 +11,7 @@ from flashspark.engine.build import Engine, EngineOptions, build_engine
 from flashspark.ipc import RequestOutput, SchedulerReady
 from flashspark.speculative.drafter import make_drafter
 from flashspark.speculative.sampling import SamplingRows
+from flashspark.speculative.step_results import runs_ahead
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
@@ -71,10 +72,8 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
     eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []
     grammars = _grammar_queue(args, tokenizer, vocab_size)
-    # On a CPU a launch returns when the step has ended, and nothing is left to overlap with.
-    overlap = args.enable_overlap_schedule or (
-        runner.device.type == "cuda" and not args.disable_overlap_schedule
-    )
+    overlap = runs_ahead(runner.device) and not args.disable_overlap_schedule
+    overlap = overlap or args.enable_overlap_schedule
     scheduler = Scheduler(worker, limits, send, eos_token_ids, tokenizer, seed, grammars, overlap)
     info = {**verification, "overlap_schedule": overlap}
     return scheduler, _ready(engine, worker, limits, eos_token_ids, info)

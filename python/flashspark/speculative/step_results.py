@@ -102,12 +102,17 @@ class PendingResults:
         )
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while its work is queued there. On a CPU a launch returns when the step has ended."""
+    return device.type == "cuda"
+
+
 class StepReader:
     """Starts the copies of one worker's steps."""
 
     def __init__(self, device: torch.device, copies: CopyEngine | None = None) -> None:
         """`copies`: how to copy; by default what the device offers."""
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = runs_ahead(device)
         if copies is None:
             copies = StreamCopies(device) if self._on_cuda else ImmediateCopies()
         self._copies = copies
