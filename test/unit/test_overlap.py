@@ -26,6 +26,13 @@ DRAFTS = [None, "dflash2"]
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def no_step_fails(caplog):
+    """One that does is tried again, which would hide it."""
+    yield
+    assert not [r for r in caplog.get_records("call") if "a step failed" in r.getMessage()]
+
+
 def engine(folders, draft="dflash2", overlap=True, mode=VerifyMode.STATIC, **args) -> Harness:  # noqa: F811
     harness = Harness(folders["target"], folders[draft], enable_overlap_schedule=overlap, **args)
     if mode is not VerifyMode.STATIC:
@@ -118,7 +125,8 @@ def test_retraction_waits_for_the_step_in_flight(folders):  # noqa: F811
 
 
 def watch_slots(harness: Harness) -> Counter[str]:
-    """From now on every verify step has to write to pages that its requests hold as it is launched, or to scratch."""
+    """Counts from now on where verify steps write: to their requests' own pages, as held at the launch, to scratch, or
+    elsewhere."""
     where: Counter[str] = Counter()
     worker, runner = harness._worker, harness._worker.runner
     decode, verify, size = worker.decode, runner.verify, runner.request_rows.page_size
@@ -132,8 +140,7 @@ def watch_slots(harness: Harness) -> Counter[str]:
         indptr = queries.qo_indptr.tolist()
         for i, pages in enumerate(owners):
             for slot in queries.slots[indptr[i] : indptr[i + 1]].tolist():
-                assert slot // size in pages or slot // size == 0
-                where["scratch" if slot < size else "own"] += 1
+                where["scratch" if slot < size else "own" if slot // size in pages else "elsewhere"] += 1
         return verify(input_ids, queries)
 
     worker.decode, runner.verify = watched_decode, watched_verify
@@ -171,7 +178,7 @@ def test_nothing_is_written_behind_a_requests_pages(folders, drafts, page_size, 
     expected, got = reference.run(jobs), overlapping.run(jobs)
     assert [seen(r)[:3] for r in got] == [seen(r)[:3] for r in expected]
     assert [len(job.prompt) + len(r.tokens) for job, r in zip(jobs, got, strict=True)] == [context, 17] * 4
-    assert where["own"] > 200 and where["scratch"] > 0
+    assert where["own"] > 200 and where["scratch"] > 0 and where["elsewhere"] == 0
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -418,7 +425,7 @@ def assert_alike_but_for_ties(plain: Harness, jobs: list[Job], expected, got) ->
             assert near_tie_gap(plain, [*job.prompt, *result.tokens[:at]]) < NEAR_TIE
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_storm(folders, plain, data):  # noqa: F811
     check_storm(folders, plain, data)
@@ -441,9 +448,9 @@ def check_storm(folders, plain, data) -> None:  # noqa: F811
     }
     draft, mode = data.draw(st.sampled_from(DRAFTS)), data.draw(st.sampled_from(VerifyMode))
     reference, overlapping = twins(folders, draft, mode=mode if draft else VerifyMode.STATIC, **options)
-    watch_slots(overlapping)
-    jobs = storm_jobs(data)
+    where, jobs = watch_slots(overlapping), storm_jobs(data)
     assert_alike_but_for_ties(plain[0], jobs, reference.run(jobs), overlapping.run(jobs))
+    assert where["elsewhere"] == 0
 
 
 def test_one_twin_is_chosen(folders):  # noqa: F811

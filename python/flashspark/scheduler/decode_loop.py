@@ -86,7 +86,8 @@ class DecodeLoop:
         """Launches the next step of everybody who goes on, and collects one.
 
         The step in flight is collected first, in a turn of its own, where the next one needs its outcome: for
-        grammars and log-probabilities, where pages have run out, and where nobody is sure to go on.
+        grammars and log-probabilities, where nobody is sure to go on, and where pages have run out, since what is
+        reserved for it is more than it will fill, and nobody should be retracted for that.
 
         Args:
             num_prefill_tokens: prompt tokens that were run just before.

@@ -82,8 +82,7 @@ class Residency:
         return sum(self._num_missing(request) for request in requests) <= self.allocator.num_available
 
     def grow(self, requests: Iterable[Request]) -> list[Request]:
-        """Makes room for one verify step of each, retracting the youngest residents when pages run out. Nobody may be
-        retracted while a step is in flight: its tokens would be lost.
+        """Makes room for one verify step of each, retracting the youngest residents when pages run out.
 
         Returns:
             The requests, in order, that still hold their row and have the room.
