@@ -6,6 +6,7 @@ The one exception is where the desktop standard puts caches.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ SIMULATE_ACC_LEN = EnvVar(
     "SGLANG_SIMULATE_ACC_LEN",
     -1.0,
     float,
-    "1: no draft is ever accepted, for measuring step times; other lengths are refused",
+    "tokens that each step commits, for measuring step times. 1: no draft is ever accepted; more, up to a block, in "
+    "static mode alone: drafts are accepted unseen, and the text is nonsense",
 )
 SIMULATE_ACC_METHOD = EnvVar(
     "SGLANG_SIMULATE_ACC_METHOD", "match-expected", str, "beside it; other methods are refused"
@@ -156,23 +158,22 @@ def record_components(environ: Mapping[str, str] | None = None) -> tuple[str, ..
 
 
 def simulated_accept_length(environ: Mapping[str, str] | None = None) -> float | None:
-    """1.0 where no draft is to be accepted, None where drafts are judged by the target.
+    """Tokens that a step commits on average, 1.0 where no draft is to be accepted; None where the target judges.
 
     Raises:
-        ValueError: any other simulation, with the reason.
+        ValueError: a simulation that cannot be had, with the reason.
     """
     length, method = SIMULATE_ACC_LEN.get(environ), SIMULATE_ACC_METHOD.get(environ)
     if length <= 0:
         return None
-    if length != 1.0:
+    if not 1.0 <= length < math.inf:
         raise ValueError(
-            f"{SIMULATE_ACC_LEN.name}={length:g} is not available: only 1 is, which accepts no draft; a longer one "
-            "would commit tokens that the target did not choose, and could reach past a trimmed block"
+            f"{SIMULATE_ACC_LEN.name}={length:g}: a step commits at least 1 token, and at most a block"
         )
     if method != SIMULATE_ACC_METHOD.default:
         raise ValueError(
-            f"{SIMULATE_ACC_METHOD.name}={method} is not available: only {SIMULATE_ACC_METHOD.default} is; others "
-            "draw lengths around the mean, so that a step may commit more than the one token"
+            f"{SIMULATE_ACC_METHOD.name}={method} is not available: only {SIMULATE_ACC_METHOD.default} is, in which "
+            "every step commits one of the two nearest whole numbers; others draw lengths around the mean"
         )
     return length
 

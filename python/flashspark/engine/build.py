@@ -16,7 +16,15 @@ from flashspark.attention.registry import make_backend
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 
-from .capacity import KVCapacity, available_memory_bytes, decide_capacity
+from .capacity import (
+    DEFAULT_MEM_FRACTION,
+    KVCapacity,
+    KVMemory,
+    available_memory_bytes,
+    cpu_memory,
+    decide_capacity,
+    gpu_memory,
+)
 from .loader import load_draft, load_target
 from .model_runner import ModelRunner
 from .request_rows import RequestRows
@@ -44,6 +52,7 @@ class EngineOptions:
     attention_backend: str = "auto"
     draft_attention_backend: str | None = None  # None: the target's
     torch_threads: int | None = None
+    mem_fraction_static: float | None = None  # of a GPU's memory, for weights and KV together
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def _device(name: str) -> torch.device:
             "--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
         )
     if name == "auto":
-        name = "cpu"  # the GPU path does not exist yet
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
@@ -159,7 +168,7 @@ def _capacity(
         options.max_running_requests,
         options.page_size,
         bytes_per_token,
-        available_memory_bytes(),
+        _kv_memory(options, target, draft),
     )
     logger.info(
         "KV pool: %d tokens (%s), %.2f GiB; context length %d; at most %d running requests",
@@ -170,6 +179,17 @@ def _capacity(
         options.max_running_requests,
     )
     return capacity
+
+
+def _kv_memory(options: EngineOptions, target: Qwen3, draft: DFlashDraft | None) -> KVMemory:
+    """What the pools may take, once the weights are in place."""
+    if target.device.type != "cuda":
+        return cpu_memory(available_memory_bytes())
+    rows = options.max_running_requests * (draft.config.gamma + 1 if draft else 1)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(target.device)
+    fraction = DEFAULT_MEM_FRACTION if options.mem_fraction_static is None else options.mem_fraction_static
+    return gpu_memory(free, total, fraction, rows * target.config.vocab_size * 4)
 
 
 def _kv_bytes_per_token(model: Qwen3 | DFlashDraft) -> int:

@@ -6,6 +6,34 @@ import os
 from dataclasses import dataclass
 
 CPU_MEMORY_SHARE = 0.25
+DEFAULT_MEM_FRACTION = 0.88  # of a GPU: weights and KV; the rest is for prefill's activations
+GRAPH_BYTES = (
+    3 << 30
+)  # captured graphs, their intermediates and the libraries' workspaces: 8B, some 300 graphs
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """Bytes that the KV pools may take, and why so many."""
+
+    num_bytes: int
+    reason: str
+
+
+def cpu_memory(num_bytes: int) -> KVMemory:
+    """A share of the machine's memory."""
+    reason = f"{CPU_MEMORY_SHARE:.0%} of {num_bytes / 2**30:.1f} GiB memory"
+    return KVMemory(int(num_bytes * CPU_MEMORY_SHARE), reason)
+
+
+def gpu_memory(free_bytes: int, total_bytes: int, fraction: float, logits_bytes: int) -> KVMemory:
+    """What is left of `fraction` of a GPU once the weights are there, and room is kept for graphs and their logits."""
+    num_bytes = free_bytes - int(total_bytes * (1 - fraction)) - GRAPH_BYTES - logits_bytes
+    reason = (
+        f"--mem-fraction-static {fraction:g} of {total_bytes / 2**30:.1f} GiB, less weights and "
+        f"{(GRAPH_BYTES + logits_bytes) / 2**30:.1f} GiB for graphs"
+    )
+    return KVMemory(max(num_bytes, 0), reason)
 
 
 @dataclass(frozen=True)
@@ -46,26 +74,26 @@ def decide_capacity(
     max_running_requests: int,
     page_size: int,
     bytes_per_token: int,
-    memory_bytes: int,
+    memory: KVMemory,
 ) -> KVCapacity:
-    """KV pages for the CPU path.
+    """KV pages of the pools.
 
     Args:
         max_total_tokens: the flag; rounded down to whole pages. None: as much as all requests can use
-            together, but at most `CPU_MEMORY_SHARE` of `memory_bytes`.
+            together, but at most what `memory` allows.
         bytes_per_token: target and draft K/V of one position.
 
     Raises:
         ValueError: not even one page.
     """
     wanted = max_running_requests * context_length
-    affordable = int(memory_bytes * CPU_MEMORY_SHARE) // bytes_per_token
+    affordable = memory.num_bytes // bytes_per_token
     if max_total_tokens is not None:
         tokens, reason = max_total_tokens, "--max-total-tokens"
     elif wanted <= affordable:
         tokens, reason = wanted, "every running request at full context"
     else:
-        tokens, reason = affordable, f"{CPU_MEMORY_SHARE:.0%} of {memory_bytes / 2**30:.1f} GiB memory"
+        tokens, reason = affordable, memory.reason
     num_pages = tokens // page_size if max_total_tokens is not None else -(-tokens // page_size)
     if num_pages < 1:
         raise ValueError(

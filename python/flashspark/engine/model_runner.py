@@ -14,6 +14,7 @@ from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 
 from .request_rows import RequestRows
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class ModelRunner:
             Where `reads_hidden`, the target's final-normed hidden states [M, H], the chunks' tokens one after the
             other.
         """
-        rows = torch.tensor([chunk.row for chunk in chunks], device=self.device)
-        lens = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device)
-        starts = torch.tensor([chunk.start for chunk in chunks], device=self.device)
+        rows = upload([chunk.row for chunk in chunks], self.device)
+        lens = upload([len(chunk.token_ids) for chunk in chunks], self.device)
+        starts = upload([chunk.start for chunk in chunks], self.device)
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         qo_indptr = torch.zeros(len(chunks) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=qo_indptr[1:])
@@ -74,7 +75,7 @@ class ModelRunner:
             page_size=self.request_rows.page_size,
             max_rows=max(len(chunk.token_ids) for chunk in chunks),
         )
-        input_ids = torch.tensor(token_ids, device=self.device)
+        input_ids = upload(token_ids, self.device)
         if reads_hidden:
             return self._forward(input_ids, queries)
         self._inject(
@@ -83,15 +84,15 @@ class ModelRunner:
         )
         return None
 
-    def verify(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
+    def verify(self, input_ids: Tensor, queries: RaggedQueries, out: Tensor | None = None) -> Tensor:
         """Runs packed verify rows and injects all of them into the draft's context.
 
         Rows that end up rejected leave K/V beyond the committed length, where the next step writes again.
 
         Returns:
-            Target logits float32 [M, V].
+            Target logits float32 [M, V]; on a GPU in `out`, where it is given.
         """
-        return self.target.logits(self._forward(input_ids, queries))
+        return self.target.logits(self._forward(input_ids, queries), out)
 
     def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
         """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""

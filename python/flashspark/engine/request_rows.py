@@ -1,7 +1,8 @@
 """Device state of the running requests, indexed by request row.
 
 The host assigns rows and pages; lengths and anchors are advanced on the device by the commit stage. A row's
-contents mean nothing while no request owns it.
+contents mean nothing while no request owns it. The last row is scratch: the slots of a captured step that no request
+takes point there. It holds no token and no page but the scratch page.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class RequestRows:
     """
 
     def __init__(self, max_reqs: int, max_pages_per_req: int, page_size: int, device: torch.device) -> None:
-        self.page_size = page_size
-        self.context_lens = torch.zeros(max_reqs, dtype=torch.int64, device=device)
-        self.anchors = torch.zeros(max_reqs, dtype=torch.int64, device=device)
-        self.max_lens = torch.full((max_reqs,), UNLIMITED, dtype=torch.int64, device=device)
+        self.page_size, self.scratch_row = page_size, max_reqs
+        self.context_lens = torch.zeros(max_reqs + 1, dtype=torch.int64, device=device)
+        self.anchors = torch.zeros(max_reqs + 1, dtype=torch.int64, device=device)
+        self.max_lens = torch.full((max_reqs + 1,), UNLIMITED, dtype=torch.int64, device=device)
         # Page 0 is scratch, so an entry nobody filled can harm nobody.
-        self.page_table = torch.zeros(max_reqs, max_pages_per_req, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(max_reqs + 1, max_pages_per_req, dtype=torch.int64, device=device)
 
     def set_context(self, row: int, context_len: int, anchor: int) -> None:
         """Makes `row` ready to decode from a known anchor."""

@@ -13,6 +13,7 @@ from flashspark.kernels.silu_mul import silu_mul
 from flashspark.layers.linear import ColumnLinear, Linear, RowLinear
 from flashspark.layers.norm import HeadNorms
 from flashspark.layers.parameters import NamedParameters
+from flashspark.layers.residual import ResidualStream
 from flashspark.layers.rotary import RopeTables
 
 
@@ -84,9 +85,9 @@ class MLP:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + self(x)` in a new tensor."""
-        return self.down.add_to(residual, silu_mul(self.gate_up(x)))
+    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
+        """Adds `self(x)` to the stream."""
+        stream.add_product(self.down, silu_mul(self.gate_up(x)))
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
+from flashspark.layers.linear import weight_matrix
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 # A tied table below this is kept a second time, transposed, for the head: 3 times faster with one row on a CPU.
@@ -22,8 +23,9 @@ class TokenTables:
         self.tied = tied
         self.table = torch.empty(vocab_size, hidden, dtype=dtype, device=device)
         self.head: Tensor | None = None  # [H, V]
-        if not tied or self.table.nbytes <= TRANSPOSED_COPY_BYTES:
-            self.head = torch.empty(hidden, vocab_size, dtype=dtype, device=device)
+        copies = self.table.device.type == "cpu" and self.table.nbytes <= TRANSPOSED_COPY_BYTES
+        if not tied or copies:
+            self.head = weight_matrix(hidden, vocab_size, dtype=dtype, device=device)
         self._half_head: HalfWeight | None = None
 
     def hold_half(self) -> None:
@@ -36,13 +38,27 @@ class TokenTables:
         """`ids` int64 of any shape S -> S + [H]."""
         return embedding(ids, self.table)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [..., H] -> [..., V] float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`hidden` [..., H] -> [..., V] float32; on a GPU into `out` [rows, V], where it is given."""
+        if hidden.device.type != "cpu":
+            return self._gpu_logits(hidden, out)
         if self._half_head is not None:
             return half_linear(hidden, self._half_head)
         if self.head is None:
             return linear(hidden, self.table).float()
         return torch.matmul(hidden, self.head).float()
+
+    def _gpu_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """Float32 straight from the product: rounded to half precision, neighbouring logits would tie."""
+        head = self.table.t() if self.head is None else self.head
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if hidden.dtype == torch.float32:
+            logits = torch.mm(rows, head, out=out)
+        elif out is None:
+            logits = torch.mm(rows, head, out_dtype=torch.float32)
+        else:
+            logits = torch.mm(rows, head, out_dtype=torch.float32, out=out)
+        return logits.view(*hidden.shape[:-1], -1)
 
     def parameters(self, embed_name: str, head_name: str) -> NamedParameters:
         shape = tuple(self.table.shape)

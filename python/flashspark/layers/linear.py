@@ -13,6 +13,19 @@ from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 
+def weight_matrix(
+    in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """[in, out], uninitialised; in memory the way that the device multiplies fastest.
+
+    On a CPU the outputs of one input lie together: the product with one row is up to three times faster so. On a GPU
+    the inputs of one output do, as in the checkpoint: what cuBLAS has its best kernels for.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.empty(in_features, out_features, dtype=dtype, device=device)
+    return torch.empty(out_features, in_features, dtype=dtype, device=device).t()
+
+
 class Linear:
     """`y = x Wᵀ (+ b)`, without autograd. Several checkpoint matrices `[out, in]` may share one product."""
 
@@ -29,8 +42,7 @@ class Linear:
         self.in_features = in_features
         self.parts = parts
         self.out_features = sum(parts.values())
-        # Stored [in, out]: the product with one row is up to three times faster so on a CPU.
-        self.weight: Tensor | None = torch.empty(in_features, self.out_features, dtype=dtype, device=device)
+        self.weight: Tensor | None = weight_matrix(in_features, self.out_features, dtype=dtype, device=device)
         self.bias = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
         self._half: HalfWeight | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashspark.kernels.rms_norm import rms_norm
+from flashspark.kernels.rms_norm import add_rms_norm, rms_norm
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 
@@ -18,6 +18,10 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of `residual + x`, and that sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def parameters(self) -> NamedParameters:
         yield "weight", Parameter(tuple(self.weight.shape), (self.weight,))

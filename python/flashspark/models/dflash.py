@@ -10,11 +10,14 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, BlockQueries
 from flashspark.attention.kv_pool import KVPool
+from flashspark.kernels.dispatch import runs_triton
+from flashspark.kernels.qk_norm_rope import qk_norm_rope_write
 from flashspark.kernels.rms_norm import rms_norm
 from flashspark.layers.attention import MLP, AttentionProjections
 from flashspark.layers.linear import ColumnLinear, Linear
 from flashspark.layers.norm import RMSNorm
 from flashspark.layers.parameters import NamedParameters, Parameter, prefixed
+from flashspark.layers.residual import ResidualStream
 from flashspark.layers.rotary import RopeTables, RotaryEmbedding
 from flashspark.models.config import DraftConfig
 
@@ -35,12 +38,17 @@ class DFlashLayer:
         self.mlp = MLP(hidden, config.intermediate_size, dtype=dtype, device=device)
 
     def __call__(
-        self, x: Tensor, rope: RopeTables, block: BlockQueries, pool: KVPool, backend: AttentionBackend
-    ) -> Tensor:
-        """The residual stream [R, B, H] after this layer, a new tensor."""
-        out = self.attend(self.input_norm(x), rope, block, pool, backend)
-        x = self.attention.output.add_to(x, out)
-        return self.mlp.add_to(x, self.post_attention_norm(x))
+        self,
+        stream: ResidualStream,
+        rope: RopeTables,
+        block: BlockQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+    ) -> None:
+        """Moves the residual stream [R, B, H] on by this layer."""
+        out = self.attend(stream.normed(self.input_norm), rope, block, pool, backend)
+        stream.add_product(self.attention.output, out)
+        self.mlp.add_to(stream, stream.normed(self.post_attention_norm))
 
     def attend(
         self, x: Tensor, rope: RopeTables, block: BlockQueries, pool: KVPool, backend: AttentionBackend
@@ -81,11 +89,26 @@ class ContextProjections:
         self.linear = ColumnLinear(
             config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, device=device
         )
-        self.key_norm = torch.empty(self.num_layers, 1, self.head_dim, dtype=dtype, device=device)
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        self.key_norm = torch.empty(shape, dtype=dtype, device=device)
 
     def write(self, context: Tensor, rope: RopeTables, slots: Tensor, pool: KVPool) -> None:
         """`context` [M, H] -> K/V of every layer at `slots` [M]; `rope` as of the context tokens' positions."""
         kv = self.linear(context).view(-1, self.num_layers, 2, self.num_kv_heads, self.head_dim)
+        if runs_triton(kv):
+            for layer, heads in enumerate(kv.flatten(2, 3).unbind(1)):
+                qk_norm_rope_write(
+                    heads,
+                    self.key_norm[layer],
+                    self.eps,
+                    rope.cos,
+                    rope.sin,
+                    slots,
+                    pool.k[layer],
+                    pool.v[layer],
+                    self.value_scale,
+                )
+            return
         keys, values = kv.unbind(2)
         keys = rms_norm(keys, self.key_norm, self.eps).flatten(1, 2)
         keys = rope.turn(keys).view(values.shape)
@@ -98,7 +121,7 @@ class ContextProjections:
         yield from self.linear.parameters()
         for i in range(self.num_layers):
             name = f"layers.{i}.self_attn.k_norm.weight"
-            yield name, Parameter((self.head_dim,), (self.key_norm[i, 0],))
+            yield name, Parameter((self.head_dim,), (self.key_norm[i],))
 
 
 class DFlashDraft:
@@ -152,12 +175,12 @@ class DFlashDraft:
         """
         positions = block.context_lens.unsqueeze(1) + self._row_offsets[: block.width]
         rope = self.rotary.tables(positions)
-        x = embeddings
         if self.config.input_embedding_scale != 1.0:
-            x = x * self.config.input_embedding_scale
+            embeddings = embeddings * self.config.input_embedding_scale
+        stream = ResidualStream(embeddings)
         for layer in self.layers:
-            x = layer(x, rope, block, pool, backend)
-        return self.norm(x)
+            layer(stream, rope, block, pool, backend)
+        return stream.normed(self.norm)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """Output multiplier and softcap on the target head's logits (any shape, float32); both keep the order."""

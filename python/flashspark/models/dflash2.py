@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, BlockQueries
 from flashspark.attention.kv_pool import KVPool
-from flashspark.kernels.block_conv import block_conv, conv_coefficients
+from flashspark.kernels.block_conv import block_conv, conv_coefficients, dynamic_block_conv
+from flashspark.kernels.dispatch import runs_triton
 from flashspark.layers.linear import Linear
 from flashspark.layers.parameters import NamedParameters, Parameter, prefixed
+from flashspark.layers.residual import ResidualStream
 from flashspark.layers.rotary import RopeTables
 from flashspark.models.config import DraftConfig
 from flashspark.models.dflash import DFlashDraft, DFlashLayer
@@ -24,11 +28,15 @@ class BlockConv:
         size = 2 * taps * (hidden // config.conv_group_size)
         self.projection = Linear(hidden, {"kernel_projection": size}, dtype=dtype, device=device)
 
-    def before(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """`x` [R, B, H] after its norm -> what the sublayer gets, and the coefficients that `block_conv` applies to
-        what the sublayer returns."""
-        before, after = conv_coefficients(self.base, self.projection(x))
-        return block_conv(x, before), after
+    def before(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        """`x` [R, B, H] after its norm -> what the sublayer gets, and the convolution of what it returns, which takes
+        that and the residual stream and gives the new stream."""
+        delta = self.projection(x)
+        if runs_triton(x):
+            inner = dynamic_block_conv(x, self.base, delta, 0)
+            return inner, lambda y, residual: dynamic_block_conv(y, self.base, delta, 1, residual)
+        before, after = conv_coefficients(self.base, delta)  # of both sides at once
+        return block_conv(x, before), lambda y, residual: block_conv(y, after, residual)
 
     def parameters(self) -> NamedParameters:
         yield "base_kernel", Parameter(tuple(self.base.shape), (self.base,))
@@ -46,14 +54,19 @@ class DFlash2Layer(DFlashLayer):
         self.mlp_conv = BlockConv(config, dtype=dtype, device=device)
 
     def __call__(
-        self, x: Tensor, rope: RopeTables, block: BlockQueries, pool: KVPool, backend: AttentionBackend
-    ) -> Tensor:
+        self,
+        stream: ResidualStream,
+        rope: RopeTables,
+        block: BlockQueries,
+        pool: KVPool,
+        backend: AttentionBackend,
+    ) -> None:
         """As `DFlashLayer`; the convolution after a sublayer comes before its residual is added."""
-        inner, after = self.attention_conv.before(self.input_norm(x))
+        inner, after = self.attention_conv.before(stream.normed(self.input_norm))
         inner = self.attention.output(self.attend(inner, rope, block, pool, backend))
-        x = block_conv(inner, after, residual=x)
-        inner, after = self.mlp_conv.before(self.post_attention_norm(x))
-        return block_conv(self.mlp(inner), after, residual=x)
+        stream.replace(after(inner, stream.value))
+        inner, after = self.mlp_conv.before(stream.normed(self.post_attention_norm))
+        stream.replace(after(self.mlp(inner), stream.value))
 
     def parameters(self) -> NamedParameters:
         yield from super().parameters()

@@ -13,6 +13,7 @@ from flashspark.layers.attention import MLP, AttentionProjections
 from flashspark.layers.embedding import TokenTables
 from flashspark.layers.norm import RMSNorm
 from flashspark.layers.parameters import NamedParameters, prefixed
+from flashspark.layers.residual import ResidualStream
 from flashspark.layers.rotary import RopeTables, RotaryEmbedding
 from flashspark.models.config import TargetConfig
 
@@ -37,23 +38,26 @@ class Qwen3Layer:
 
     def __call__(
         self,
-        x: Tensor,
+        stream: ResidualStream,
         rope: RopeTables,
         layer: int,
         queries: RaggedQueries,
         pool: KVPool,
         backend: AttentionBackend,
-    ) -> Tensor:
-        """The residual stream [M, H] after this layer, a new tensor; writes the rows' K/V to the pool."""
+    ) -> None:
+        """Moves the residual stream [M, H] on by this layer; writes the rows' K/V to the pool."""
         attention, k_cache, v_cache = self.attention, pool.k[layer], pool.v[layer]
-        q = attention.project_to(self.input_norm(x), rope, queries.slots, k_cache, v_cache)
+        q = attention.project_to(stream.normed(self.input_norm), rope, queries.slots, k_cache, v_cache)
         out = backend.ragged(q, k_cache, v_cache, queries, attention.scale)
-        x = attention.output.add_to(x, out)
-        return self.mlp.add_to(x, self.post_attention_norm(x))
+        stream.add_product(attention.output, out)
+        self.mlp.add_to(stream, stream.normed(self.post_attention_norm))
 
-    def write_kv(self, x: Tensor, rope: RopeTables, layer: int, queries: RaggedQueries, pool: KVPool) -> None:
+    def write_kv(
+        self, stream: ResidualStream, rope: RopeTables, layer: int, queries: RaggedQueries, pool: KVPool
+    ) -> None:
         """Nothing but the rows' K/V, for rows whose residual stream nobody reads after this layer."""
-        self.attention.project_to(self.input_norm(x), rope, queries.slots, pool.k[layer], pool.v[layer])
+        x = stream.normed(self.input_norm)
+        self.attention.project_to(x, rope, queries.slots, pool.k[layer], pool.v[layer])
 
     def parameters(self) -> NamedParameters:
         yield from prefixed("input_layernorm", self.input_norm.parameters())
@@ -105,8 +109,9 @@ class Qwen3:
         `capture_layers`: 0-based and ascending; L is the residual stream after decoder layer L, in transformers'
         terms `hidden_states[L + 1]`, for the last layer too (where that entry is normed and ours is not).
         """
-        x, _, captured = self._run_layers(len(self.layers), input_ids, queries, pool, backend, capture_layers)
-        return TargetHidden(self.norm(x), _features(captured))
+        stream, _ = self._run_layers(len(self.layers), input_ids, queries, pool, backend, capture_layers)
+        final = stream.normed(self.norm)
+        return TargetHidden(final, _features(stream))
 
     def fill(
         self,
@@ -122,10 +127,10 @@ class Qwen3:
         """
         last = len(self.layers) - 1
         num_whole = len(self.layers) if last in capture_layers else last
-        x, rope, captured = self._run_layers(num_whole, input_ids, queries, pool, backend, capture_layers)
+        stream, rope = self._run_layers(num_whole, input_ids, queries, pool, backend, capture_layers)
         if num_whole == last:
-            self.layers[last].write_kv(x, rope, last, queries, pool)
-        return _features(captured)
+            self.layers[last].write_kv(stream, rope, last, queries, pool)
+        return _features(stream)
 
     def _run_layers(
         self,
@@ -135,20 +140,20 @@ class Qwen3:
         pool: KVPool,
         backend: AttentionBackend,
         capture_layers: tuple[int, ...],
-    ) -> tuple[Tensor, RopeTables, list[Tensor]]:
-        """The residual stream after the first `num_layers` layers, the rows' rope, and what was captured."""
-        x = self.embed(input_ids)
+    ) -> tuple[ResidualStream, RopeTables]:
+        """The residual stream after the first `num_layers` layers, which keeps what is captured; the rows' rope."""
+        stream = ResidualStream(self.embed(input_ids))
         rope = self.rotary.tables(queries.positions)
-        captured = []
         for index, layer in enumerate(self.layers[:num_layers]):
-            x = layer(x, rope, index, queries, pool, backend)
+            layer(stream, rope, index, queries, pool, backend)
             if index in capture_layers:
-                captured.append(x)
-        return x, rope, captured
+                stream.keep()
+        return stream, rope
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [..., H] final-normed (of this model or of its draft) -> [..., V] float32."""
-        return self.tables.logits(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`hidden` [..., H] final-normed (of this model or of its draft) -> [..., V] float32; `out` as of
+        `TokenTables.logits`."""
+        return self.tables.logits(hidden, out)
 
     def hold_half(self) -> None:
         """After loading a checkpoint in half precision: hold the weights as it does (`kernels.half_linear`)."""
@@ -165,5 +170,7 @@ class Qwen3:
         yield from prefixed("norm", self.norm.parameters())
 
 
-def _features(captured: list[Tensor]) -> Tensor | None:
-    return torch.cat(captured, dim=-1) if captured else None
+def _features(stream: ResidualStream) -> Tensor | None:
+    """What the stream has kept, [M, m * H]; to be asked once the stream was read for the last time."""
+    stream.value  # noqa: B018 - makes the last sum, if it still waits
+    return torch.cat(stream.kept, dim=-1) if stream.kept else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from flashspark import envs
 from flashspark.args import ServerArgs
@@ -42,8 +43,10 @@ from flashspark.speculative.startup_table import (
 )
 from flashspark.speculative.sts_records import CollectingHead, record_files
 from flashspark.speculative.table_cache import FORMAT, Fingerprint, StoredTables, TableCache, cache_folder
-from flashspark.speculative.tiers import TierGrid, TierRule, spaced
+from flashspark.speculative.tiers import TierGrid, spaced
 from flashspark.speculative.worker import SpeculativeWorker
+
+from .graph_build import build_graphs, tier_rule
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +147,9 @@ def build_adaptive(
     """
     runner, max_reqs = engine.runner, args.max_running_requests
     assert max_reqs is not None  # resolved by ServerArgs
+    grid = TierGrid(tier_rule(args, engine, worker.width))
     if inputs.mode is VerifyMode.STATIC:
+        worker.graphs = build_graphs(args, engine, worker, None, grid)
         return None, {"speculative_cost_table_source": None}
     _check_engine(inputs.mode, engine, worker)
     source = _source(inputs, engine, worker.gamma, max_reqs)
@@ -153,14 +158,12 @@ def build_adaptive(
             f"{_MODE} {inputs.mode.value}: {args.speculative_draft_model_path} is a DFlash draft of the first kind, "
             "whose drafts come without confidence; use a DFlash2 or DSpark draft, or static"
         )
-    grid = TierGrid(TierRule(worker.width, max_reqs, finest_tokens=args.speculative_verify_tier_tokens))
+    worker.graphs = build_graphs(args, engine, worker, source, grid)
     costs = _costs(args, inputs, engine, worker, grid)
     settings = PlannerSettings(
         gamma=worker.gamma,
         min_drafts_every=args.speculative_min_drafts_every,
-        look_rule=LookRule(idle_every=1)
-        if inputs.collect_stem
-        else LookRule(),  # a collector wants every block
+        look_rule=_look_rule(inputs, runner.device),
         trim_without_table=inputs.mode is VerifyMode.CAP_ACCEPT and not inputs.collect_stem,
     )
     rows, plain = _corrections(args, worker.width)
@@ -176,6 +179,13 @@ def build_adaptive(
         "verify_request_buckets": list(grid.buckets),
     }
     return AdaptiveVerifier(inputs.mode, planner, source, max_reqs, runner.device), info
+
+
+def _look_rule(inputs: AdaptiveInputs, device: torch.device) -> LookRule:
+    """A collector wants every block. On a GPU a look costs some launches of a captured step: even a small gain pays."""
+    if inputs.collect_stem:
+        return LookRule(idle_every=1)
+    return LookRule() if device.type == "cpu" else LookRule(kept_every=1, poor_every=1)
 
 
 def _check_engine(mode: VerifyMode, engine: Engine, worker: SpeculativeWorker) -> None:
@@ -250,7 +260,9 @@ def _costs(
     assert worker.drafter is not None  # refused before
     scratch = make_scratch_source(runner, max_reqs)
     try:
-        timer = StepTimer(runner, worker.drafter, scratch, grid, max_reqs, engine.context_length)
+        timer = StepTimer(
+            runner, worker.drafter, scratch, grid, max_reqs, engine.context_length, graphs=worker.graphs
+        )
     except ValueError as error:
         logger.warning("step costs cannot be measured: %s", error)
         return _Costs(inputs.table, None, file or "none")
@@ -302,6 +314,7 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
         "attention": runner.verify_backend.name,
         "page size": args.page_size,
         "context": min(CONTEXT_TOKENS, engine.context_length - worker.width),
+        "graphs": runner.device.type == "cuda" and not args.disable_cuda_graph,
         "tiers": f"{rule.max_num_reqs} requests, finest {rule.finest_reqs} and {rule.finest_tokens}, 1/{rule.relative}",
         "tensor parallel": args.tp_size,
         "versions": version_fingerprint(),

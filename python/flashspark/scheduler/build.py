@@ -17,10 +17,12 @@ from flashspark.text.tokenizer import TextTokenizer
 
 from .adaptive_build import Info, build_adaptive, read_inputs
 from .grammar import GrammarQueue, XGrammarCompiler, unavailable_reason
+from .graph_build import accept_rule
 from .limits import SchedulerLimits
 from .scheduler import Scheduler
 
-DEFAULT_CHUNKED_PREFILL_SIZE = 2048  # on a CPU: one chunk stays well under a second for a small model
+# On a CPU, one chunk stays well under a second for a small model.
+DEFAULT_CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 def build_scheduler(
@@ -58,13 +60,14 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     sampling = SamplingRows(max_running_requests, runner.target.config.vocab_size, runner.device)
     worker = SpeculativeWorker(runner, sampling, make_drafter(runner))
     worker.scales_logprobs = not envs.RETURN_ORIGINAL_LOGPROB.get()
+    worker.rule = accept_rule(inputs.mode, worker.width)
     worker.adaptive, verification = build_adaptive(args, inputs, engine, worker)
     limits = SchedulerLimits(
         context_length=engine.context_length,
         max_running_requests=max_running_requests,
         num_pages=engine.capacity.num_pages,
         page_size=args.page_size,
-        chunked_prefill_size=_prefill_budget(args),
+        chunked_prefill_size=_prefill_budget(args, runner.device.type),
         decode_log_interval=args.decode_log_interval,
         prefix_cache=not args.disable_radix_cache,
     )
@@ -105,11 +108,12 @@ def _engine_options(args: ServerArgs) -> EngineOptions:
         attention_backend=args.attention_backend,
         draft_attention_backend=args.speculative_draft_attention_backend,
         torch_threads=args.torch_threads,
+        mem_fraction_static=args.mem_fraction_static,
     )
 
 
-def _prefill_budget(args: ServerArgs) -> int:
-    chunk = args.chunked_prefill_size or DEFAULT_CHUNKED_PREFILL_SIZE
+def _prefill_budget(args: ServerArgs, device_type: str) -> int:
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNKED_PREFILL_SIZE[device_type]
     return args.max_prefill_tokens if chunk < 0 else min(chunk, args.max_prefill_tokens)
 
 

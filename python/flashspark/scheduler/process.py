@@ -152,10 +152,9 @@ def prepare_profiling(scheduler: Scheduler, ready: SchedulerReady) -> SchedulerR
         scheduler.keep_records(components, simulated)
         logger.info("a record of every decode step is kept for /server_info (%s)", ", ".join(components))
     if simulated is not None:
-        scheduler.accept_no_drafts()
         logger.warning(
-            "%s=%g: no draft is accepted, each step commits one token per request. This is for measuring step "
-            "times: serve without it",
+            "%s=%g: each step commits so many tokens of a request, whatever the target says of its drafts. This is for "
+            "measuring step times: serve without it",
             envs.SIMULATE_ACC_LEN.name,
             simulated,
         )

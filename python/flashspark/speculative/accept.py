@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from flashspark.engine.request_rows import RequestRows
 from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.token_mask import apply_token_masks
 from flashspark.kernels.top_tokens import best_tokens
 
 from .grammar import StepMasks
 from .sampling import SamplingRows, StepSampling
 from .types import Accepted, DraftBlock, RaggedLayout
+
+
+@dataclass(frozen=True)
+class AcceptRule:
+    """What becomes of drafts when step times are measured: `SGLANG_SIMULATE_ACC_LEN`.
+
+    None: they are judged by the target. 0: none is accepted, and every step commits the target's own next token, which
+    is still exact. More: so many are accepted on average, whatever the target says; the text is nonsense then.
+    """
+
+    simulated_drafts: float | None = None
+
+    def cutoff(self, verify_lens: Tensor) -> Tensor:
+        """How far drafts may be accepted, of `verify_lens` int64 [R]."""
+        return torch.ones_like(verify_lens) if self.simulated_drafts == 0 else verify_lens
+
+    def simulated(self, sampling: SamplingRows, rows: Tensor) -> Tensor | None:
+        """Drafts to accept in this step of `rows`, int64 [R]; None where the target decides.
+
+        Fractions are dithered over a request's steps, so that each step is one of the two nearest numbers.
+        """
+        if not self.simulated_drafts:
+            return None
+        return sampling.dithered(rows, self.simulated_drafts)
+
+
+def commit(
+    request_rows: RequestRows, sampling: SamplingRows, rows: Tensor, step: StepSampling, accepted: Accepted
+) -> None:
+    """Moves lengths, anchors and penalty counts on; K/V of the committed rows is in place already."""
+    tokens, num_tokens = accepted.tokens, accepted.num_tokens
+    commit_rows(request_rows.context_lens, request_rows.anchors, rows, tokens, num_tokens)
+    sampling.commit(rows, step, tokens, num_tokens)
 
 
 def accept(
@@ -24,6 +61,7 @@ def accept(
     sampling: SamplingRows,
     step: StepSampling,
     masks: StepMasks | None = None,
+    simulated: Tensor | None = None,
 ) -> Accepted:
     """Applies each request's rule along its drafted prefix.
 
@@ -31,6 +69,7 @@ def accept(
         logits: float32 [M, V], the packed verify rows.
         verify_lens, rows, context_lens: int64 [R]; `context_lens` is n before the step.
         masks: of the requests with a grammar; None where there is none.
+        simulated: int64 [R], drafts to accept whatever the target says; None: it decides.
     """
     drafts = draft.tokens
     best_ids, best_logits = best_tokens(logits)
@@ -66,6 +105,9 @@ def accept(
             step.uniforms[chosen, :, 2],
         )
 
+    if simulated is not None:
+        num_accepted = torch.minimum(simulated, verify_lens - 1)
+        following = target_ids.gather(1, num_accepted[:, None]).squeeze(1)
     tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
     tokens.scatter_(1, num_accepted[:, None], following[:, None])
     return Accepted(

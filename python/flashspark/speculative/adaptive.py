@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashspark.engine.upload import upload
 from flashspark.kernels.allocate import allocate
 
 from .confidence import ConfidenceSource
@@ -86,8 +87,12 @@ class AdaptiveVerifier:
     def publish(self, rows: Tensor, row_list: Sequence[int], signal: Tensor) -> Tensor:
         """Confidence [R, gamma] of the blocks just drafted for `rows`; its relay to the host starts here."""
         confidence = self.source.predict(rows, signal)
-        self._relay.publish(rows, row_list, confidence, self._generations.of(row_list))
+        self.relay(rows, row_list, confidence)
         return confidence
+
+    def relay(self, rows: Tensor, row_list: Sequence[int], confidence: Tensor) -> None:
+        """Starts the relay of confidence [R, gamma], which may be overwritten once later work is queued."""
+        self._relay.publish(rows, row_list, confidence, self._generations.of(row_list))
 
     def verify_lens(self, plan: Plan, confidence: Tensor | None) -> Tensor:
         """Spends the plan's budget on the step's own confidence [R, gamma]: rows to verify, int64 [R].
@@ -101,4 +106,4 @@ class AdaptiveVerifier:
         return allocate(confidence, plan.verify.budget, self._on_device(plan.floors), caps, self._eps)
 
     def _on_device(self, lens: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(lens).to(self._device)
+        return upload(lens, self._device)

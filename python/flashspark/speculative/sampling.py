@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flashspark.engine.upload import upload
 from flashspark.kernels.philox import step_uniforms
 from flashspark.kernels.target_probs import adjust_logits, target_probs
 
@@ -96,15 +97,18 @@ class SamplingRows:
     """Sampling settings of the running requests, by request row."""
 
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max_reqs, dtype=dtype, device=device)
+        def zeros(dtype: torch.dtype) -> Tensor:  # the last row is scratch, as in `RequestRows`
+            return torch.zeros(max_reqs + 1, dtype=dtype, device=device)
 
         self._vocab_size, self._device = vocab_size, device
         self._params: dict[int, RowSampling] = {}
         self._adjustments: dict[int, _Adjustment] = {}
+        self._special_rows: set[int] = set()  # of requests that draw, adjust logits or want log-probabilities
         self._seeds, self._choices, self._steps = (zeros(torch.int64) for _ in range(3))
         self._prompt_lens, self._min_new_tokens, self._top_k = (zeros(torch.int64) for _ in range(3))
+        self._greedy = torch.ones(max_reqs + 1, dtype=torch.bool, device=device)
         self._temperature, self._top_p, self._min_p = (zeros(torch.float32) for _ in range(3))
+        self._temperature.fill_(1.0)
         self._repetition, self._frequency, self._presence = (zeros(torch.float32) for _ in range(3))
 
     def assign(
@@ -119,10 +123,13 @@ class SamplingRows:
         self._params[row] = params
         self._seeds[row], self._choices[row], self._steps[row] = params.seed, params.choice_index, step_index
         self._prompt_lens[row], self._min_new_tokens[row] = len(prompt_ids), params.min_new_tokens
+        self._greedy[row] = params.is_greedy
         self._temperature[row] = 1.0 if params.is_greedy else params.temperature
         self._top_k[row], self._top_p[row], self._min_p[row] = params.top_k, params.top_p, params.min_p
         self._repetition[row] = params.repetition_penalty
         self._frequency[row], self._presence[row] = params.frequency_penalty, params.presence_penalty
+        if params.adjusts_logits or not params.is_greedy or params.logprobs is not None:
+            self._special_rows.add(row)
         if params.adjusts_logits:
             self._adjustments[row] = self._make_adjustment(params, prompt_ids, output_ids)
 
@@ -130,6 +137,7 @@ class SamplingRows:
         """Gives `row` back."""
         self._params.pop(row, None)  # absent where `assign` failed
         self._adjustments.pop(row, None)
+        self._special_rows.discard(row)
 
     @property
     def num_assigned(self) -> int:
@@ -147,15 +155,10 @@ class SamplingRows:
         both = [i for i in adjusted if not greedy[i]]
 
         def index(members: list[int]) -> Tensor | None:
-            return torch.tensor(members, device=self._device) if members else None
+            return upload(members, self._device) if members else None
 
-        uniforms = None
-        if sampled:
-            uniforms = step_uniforms(self._seeds[rows], self._choices[rows], self._steps[rows], width)[
-                ..., :3
-            ]
         return StepSampling(
-            greedy=torch.tensor(greedy, device=self._device),
+            greedy=self._greedy[rows],
             temperature=self._temperature[rows],
             sampled=index(sampled),
             adjusted=index(adjusted),
@@ -163,12 +166,38 @@ class SamplingRows:
             adjusted_rows=[row_list[i] for i in adjusted],
             adjusted_among_sampled=([sampled.index(i) for i in both], [adjusted.index(i) for i in both]),
             truncates=any(self._params[row_list[i]].truncates for i in sampled),
-            uniforms=uniforms,
+            uniforms=self.uniforms(rows, width) if sampled else None,
             adjusted_places={i: place for place, i in enumerate(adjusted)},
             reported={
                 i: rule for i, row in enumerate(row_list) if (rule := self._params[row].logprobs) is not None
             },
         )
+
+    def uniforms(self, rows: Tensor, width: int) -> Tensor:
+        """This step's uniforms of `rows` int64 [R]: float64 [R, width, 3], as in `StepSampling`."""
+        return step_uniforms(self._seeds[rows], self._choices[rows], self._steps[rows], width)[..., :3]
+
+    def draft_settings(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What a drafter asks of `rows` int64 [R]: who is greedy, bool [R], and the temperature, float32 [R]."""
+        return self._greedy[rows], self._temperature[rows]
+
+    def greedy_step(self, rows: Tensor) -> StepSampling:
+        """The view of a step in which everybody is plain: greedy, nothing adjusted, nothing reported."""
+        greedy, temperature = self.draft_settings(rows)
+        return StepSampling(greedy, temperature, None, None, [], [], ([], []), False, None, {}, {})
+
+    def is_plain(self, row_list: Sequence[int]) -> bool:
+        """Whether `greedy_step` tells all about these rows."""
+        return self._special_rows.isdisjoint(row_list)
+
+    def draws(self, row_list: Sequence[int]) -> bool:
+        """Whether somebody among these rows is not greedy."""
+        return any(not self._params[row].is_greedy for row in row_list)
+
+    def dithered(self, rows: Tensor, mean: float) -> Tensor:
+        """Integers, one of the two nearest to `mean`, whose mean over the steps of each of `rows` it is: int64 [R]."""
+        steps = self._steps[rows].double()
+        return (((steps + 1) * mean).floor() - (steps * mean).floor()).long()
 
     def adjust(self, rows: list[int], logits: Tensor, drafts: Tensor, context_lens: Tensor) -> Tensor:
         """Adjusted logits along the drafted prefix of each request; as they are, where it asks for nothing.
@@ -185,14 +214,14 @@ class SamplingRows:
         members = [i for i, row in enumerate(rows) if row in self._adjustments]
         if len(members) < len(rows):
             if members:
-                chosen = torch.tensor(members, device=self._device)
+                chosen = upload(members, self._device)
                 logits[chosen] = self.adjust(
                     [rows[i] for i in members], logits[chosen], drafts[chosen], context_lens[chosen]
                 )
             return logits
         num_reqs, width, vocab_size = logits.shape
         state = [self._adjustments[row] for row in rows]
-        index = torch.tensor(rows, device=self._device)
+        index = upload(rows, self._device)
         drafted = torch.zeros(num_reqs, width, vocab_size, dtype=torch.int32, device=self._device)
         drafted[:, 1:].scatter_(2, drafts[..., None], 1)
         counts = torch.stack([s.output_counts for s in state])[:, None] + drafted.cumsum(1)

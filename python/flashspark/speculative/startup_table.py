@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flashspark.engine.model_runner import ModelRunner
+from flashspark.engine.upload import upload
 
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .confidence import ConfidenceSource
@@ -23,6 +24,7 @@ from .cost_table import PlainStepCosts
 from .drafter import Drafter
 from .planner import Plan, PlannerSettings, VerifyBudget, VerifyPlanner
 from .sampling import RowSampling, SamplingRows
+from .step_graphs import StepGraphs
 from .table_fit import FittedTables, StepSample, fit_plain, fit_tables
 from .tiers import TierGrid
 from .types import StepBatch
@@ -37,6 +39,7 @@ BUDGET_SECONDS = 10.0
 PLAIN_BUDGET_SECONDS = 2.0  # where only draft-free steps are measured
 MAX_ROUNDS = 15
 NUM_WARM_UP_SHAPES = 4
+STEPS_IN_A_ROW = 4  # where they are captured
 BUDGET_SHARES = (0.0, 0.25, 0.5, 1.0)  # of the drafts of a batch
 FEWER_BUDGET_SHARES = (0.0, 0.5, 1.0)
 LARGE_BATCH = 16  # from here on a step costs much, and rows lie far apart anyway
@@ -86,26 +89,35 @@ class StepTimer:
         max_reqs: int,
         context_length: int,
         clock: Callable[[], float] = time.perf_counter,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """
         Args:
             source: of confidence, which the synthetic requests may teach: not the one that serves.
             context_length: of the server; each request needs a block's room in it.
+            graphs: the serving worker's captured steps, if it has any. Steps are then timed as they run one after the
+                other, without the host between them; its state of rows that nobody owns yet is written over.
         """
         width = drafter.gamma + 1
-        self._context_len = min(CONTEXT_TOKENS, context_length - width)
+        self._num_steps = 1 if graphs is None else STEPS_IN_A_ROW
+        num_runs = 1 if graphs is None else self._num_steps + 1
+        self._context_len = min(CONTEXT_TOKENS, context_length - num_runs * width)
         if self._context_len < 1:
             raise ValueError(f"a context of {context_length} tokens has no room for a block of {width}")
         sampling = SamplingRows(max_reqs, runner.target.config.vocab_size, runner.device)
         planner = VerifyPlanner(PlannerSettings(drafter.gamma), None, grid)
         adaptive = AdaptiveVerifier(VerifyMode.COMPACT, planner, source, max_reqs, runner.device)
         self._worker = SpeculativeWorker(runner, sampling, drafter, adaptive)
+        self._worker.graphs = graphs
+        # Half of the requests sample: neither kind's costs alone would be right for both. A GPU judges them outside of
+        # the graphs, while the next step is not queued yet, so that its times would be the host's.
+        self._hottest = 1.0 if graphs is None else 0.0
         self._planner, self._adaptive, self._grid = planner, adaptive, grid
         self._runner, self._max_reqs, self._clock = runner, max_reqs, clock
         rows = runner.request_rows
         self._kept = (rows.context_lens.clone(), rows.anchors.clone(), rows.page_table.clone())
         self._num_pages = runner.target_pool.num_slots // rows.page_size - 1
-        self._pages_per_req = -(-(self._context_len + width) // rows.page_size)
+        self._pages_per_req = -(-(self._context_len + num_runs * width) // rows.page_size)
 
     def __enter__(self) -> StepTimer:
         rows = self._runner.request_rows
@@ -114,8 +126,7 @@ class StepTimer:
             # Page 0 is scratch. In a pool too small for all of them, requests share pages: what is in them is
             # nonsense anyway, and reading it takes as long.
             rows.set_pages(row, [1 + (row * per_req + i) % self._num_pages for i in range(per_req)])
-            # Half of the requests sample: neither kind's costs alone would be right for both.
-            params = RowSampling(seed=row, temperature=float(row % 2))
+            params = RowSampling(seed=row, temperature=row % 2 * self._hottest)
             self._worker.assign(row, params, [0], [], 0, speculates=True)
         self._clear_pages()  # a page's first touch costs more than a step: not on the clock
         self._anchors = torch.arange(self._max_reqs, device=self._runner.device)
@@ -146,15 +157,18 @@ class StepTimer:
         rows.context_lens.fill_(self._context_len)
         rows.anchors.copy_(self._anchors)
         caps = [self._worker.width] * shape.num_reqs
-        device_rows = torch.tensor(row_list, device=self._runner.device)
-        batch = StepBatch(device_rows, row_list, torch.tensor(caps, device=self._runner.device), caps)
+        device = self._runner.device
+        batch = StepBatch(upload(row_list, device), row_list, upload(caps, device), caps)
         batch = replace(batch, plan=self._plan(shape, caps))
+        if self._num_steps > 1:
+            self._worker.decode(batch).tokens.tolist()  # the host starts out ahead of an idle device
         started = self._clock()
-        accepted = self._worker.decode(batch)
+        for _ in range(self._num_steps):
+            accepted = self._worker.decode(batch)
         accepted.tokens.tolist()
         accepted.num_tokens.tolist()
         accepted.verify_lens.tolist()
-        return accepted.num_rows_run, self._clock() - started
+        return accepted.num_rows_run, (self._clock() - started) / self._num_steps
 
     def _plan(self, shape: Shape, caps: list[int]) -> Plan:
         num_drafts = shape.num_reqs * (self._worker.width - 1)

@@ -35,6 +35,7 @@ class TierRule:
     finest_reqs: int = 1
     finest_tokens: int = 1
     relative: int = 16
+    relative_reqs: int | None = None  # of buckets; None: as of rows
     every_full_block_up_to: int = 64
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class TierGrid:
 
     def __init__(self, rule: TierRule) -> None:
         self.rule = rule
-        self.buckets = spaced(1, rule.max_num_reqs, rule.finest_reqs, rule.relative)
+        self.buckets = spaced(1, rule.max_num_reqs, rule.finest_reqs, rule.relative_reqs or rule.relative)
         self._tiers = []
         below = 0
         for bucket in self.buckets:

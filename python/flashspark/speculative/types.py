@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -98,3 +98,16 @@ class Accepted:
     # in the order of `StepSampling.adjusted`; None where nobody does.
     adjusted_logits: Tensor | None = None
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)  # by batch index, of those who ask
+
+
+def first_requests(accepted: Accepted, num_reqs: int) -> Accepted:
+    """Of the first `num_reqs` slots, views; nobody's log-probabilities are among them."""
+    return replace(
+        accepted,
+        tokens=accepted.tokens[:num_reqs],
+        num_tokens=accepted.num_tokens[:num_reqs],
+        verify_lens=accepted.verify_lens[:num_reqs],
+        is_finite=accepted.is_finite[:num_reqs],
+        num_matched=accepted.num_matched[:num_reqs],
+        drafts=accepted.drafts[:num_reqs],
+    )

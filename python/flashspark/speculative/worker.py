@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner, PrefillChunk
-from flashspark.kernels.commit_rows import commit_rows
+from flashspark.engine.upload import upload
 
-from .accept import accept
+from .accept import AcceptRule, accept, commit
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .drafter import Drafter
 from .grammar import BlockReader, PendingBlocks
 from .layout import pack
 from .logprobs import PromptRows, committed_logprobs, prompt_logprobs
 from .sampling import RowSampling, SamplingRows, StepSampling
-from .types import Accepted, DraftBlock, Logprobs, RaggedLayout, StepBatch
+from .step_graphs import StepGraphs, StepNumbers, VerifyPiece
+from .tiers import TierKey
+from .types import Accepted, DraftBlock, Logprobs, RaggedLayout, StepBatch, first_requests
 
 
 class SpeculativeWorker:
@@ -40,14 +42,18 @@ class SpeculativeWorker:
         self.width = self.gamma + 1
         self.speculates = True  # False: new requests decode without a draft
         self.scales_logprobs = True  # False: those of output tokens are reported as before temperature
-        self.accepts_drafts = (
-            True  # False: drafts are made and verified, and none is kept, for measuring step times
-        )
+        self.rule = AcceptRule()
+        self.graphs: StepGraphs | None = None  # None: steps run as they come, in shapes of their own
 
     @property
     def mode(self) -> VerifyMode:
         """How it verifies at present."""
         return VerifyMode.STATIC if self.adaptive is None else self.adaptive.mode
+
+    @property
+    def accepts_drafts(self) -> bool:
+        """False: what becomes of drafts is simulated, and teaches nothing."""
+        return self.rule.simulated_drafts is None
 
     def set_width(self, width: int) -> None:
         """Blocks of `width` rows from now on, 2 … what the draft was built for. Nobody holds a row, and adaptive
@@ -88,29 +94,121 @@ class SpeculativeWorker:
     @torch.inference_mode()
     def decode(self, batch: StepBatch) -> Accepted:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
-        rows, request_rows = batch.rows, self.runner.request_rows
         members = self._who_drafts(batch)
+        if self.graphs is not None and self.graphs.width in (1, self.width):
+            shape = self.graphs.shape(len(batch.row_list), self._num_rows(batch) if members else None)
+            if shape is not None:
+                return self._decode_in_shape(batch, self.graphs, shape, self.width if members else 1)
+        return self._decode(batch, members)
+
+    def _num_rows(self, batch: StepBatch) -> int:
+        """Rows that a drafted step has to hold, padding left out."""
+        if batch.plan is None or self.mode is not VerifyMode.COMPACT:
+            return sum(batch.cap_list)
+        return batch.plan.verify.num_tokens
+
+    def _decode_in_shape(self, batch: StepBatch, graphs: StepGraphs, shape: TierKey, width: int) -> Accepted:
+        """As `_decode`, in pieces of fixed shape. Drafts are made for everybody, whoever can use them."""
+        row_list, plan, num_reqs = batch.row_list, batch.plan, len(batch.row_list)
+        graphs.load(self._numbers(batch), shape.num_slots)
+        rows = graphs.rows(num_reqs)
+        confidence, block = None, None
+        if width > 1:
+            signal = plan is not None and plan.looks and self.adaptive is not None
+            piece = graphs.draft(shape.num_slots, self.sampling.draws(row_list), signal)
+            block = piece.block
+            if signal and self.adaptive is not None:
+                confidence = graphs.confidence(num_reqs)
+                self.adaptive.relay(rows, row_list, confidence)
+        verified = graphs.verify(shape, width)
+        if not batch.grammars and self.sampling.is_plain(row_list):
+            accepted = first_requests(graphs.accept(shape, width, verified), num_reqs)
+        else:
+            accepted = self._accept_apart(batch, verified, block, width)
+        accepted = replace(accepted, confidence=confidence)
+        if self.adaptive is not None and confidence is not None:
+            self.adaptive.source.observe(rows, row_list, accepted.num_tokens - 1, accepted.verify_lens)
+        return accepted
+
+    def _numbers(self, batch: StepBatch) -> StepNumbers:
+        """What the host has decided of a step, as its pieces read it."""
+        plan, caps = batch.plan, batch.cap_list
+        if plan is None or self.adaptive is None:
+            return StepNumbers(batch.row_list, caps, caps, caps, 0)
+        if plan.verify.full or not plan.draft:
+            return StepNumbers(batch.row_list, plan.caps, plan.caps, plan.caps, 0)
+        assert plan.verify.budget is not None, "a plan without a budget verifies everything"
+        least_run = [0] * len(caps) if self.mode is VerifyMode.COMPACT else caps
+        return StepNumbers(batch.row_list, plan.caps, plan.floors, least_run, plan.verify.budget)
+
+    def _accept_apart(
+        self, batch: StepBatch, verified: VerifyPiece, block: DraftBlock | None, width: int
+    ) -> Accepted:
+        """Accepts and commits a verified step in which somebody asks for more than an argmax."""
+        num_reqs, rows = len(batch.row_list), batch.rows
+        if block is None:
+            draft = _empty_block(num_reqs, 0, 1, rows.device, dense=False)
+        else:
+            ids = block.candidate_ids
+            draft = DraftBlock(
+                block.tokens[:num_reqs],
+                None if ids is None else ids[:num_reqs],
+                block.candidate_probs[:num_reqs],
+            )
+        cutoff = verified.cutoff[:num_reqs]
+        layout = replace(verified.layout, block_rows=verified.layout.block_rows[:num_reqs])
+        step = self.sampling.begin_step(rows, batch.row_list, width, batch.grammars)
+        blocks = self._read_blocks(batch, draft, cutoff) if batch.grammars else None
+        return self._judge(verified.logits, layout, draft, cutoff, rows, step, blocks)
+
+    def _decode(self, batch: StepBatch, members: list[int]) -> Accepted:
+        """A step in whatever shape it has."""
+        rows = batch.rows
         gamma = self.gamma if members else 0  # where nothing is drafted, the blocks are their anchors
         step = self.sampling.begin_step(rows, batch.row_list, gamma + 1, batch.grammars)
         draft = self._draft(batch, step, members)
         confidence = None if draft.signal is None else self._publish(batch, draft, members)
         verify_lens, layout = self._lay_out(batch, draft, confidence)
-        context_lens = request_rows.context_lens[rows]
+        state = self.runner.request_rows
         # The host's caps are of what it knew when it launched the step; rows past the limit run, and commit nothing.
-        verify_lens = request_rows.within_limits(verify_lens, rows, context_lens)
+        verify_lens = state.within_limits(verify_lens, rows, state.context_lens[rows])
         blocks = self._read_blocks(batch, draft, verify_lens) if batch.grammars else None
         logits = self.runner.verify(layout.input_ids, layout.queries)
-        # Cut off at the anchor, a block commits the target's own next token: simulated, and still exact.
-        cutoff = verify_lens if self.accepts_drafts else torch.ones_like(verify_lens)
-        masks = None if blocks is None else blocks.masks()
-        accepted = accept(logits, layout, draft, cutoff, rows, context_lens, self.sampling, step, masks)
-        accepted = replace(accepted, verify_lens=verify_lens, confidence=confidence)
+        accepted = self._judge(logits, layout, draft, verify_lens, rows, step, blocks)
+        accepted = replace(accepted, confidence=confidence)
         if self.adaptive is not None and confidence is not None:
             self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
+        return accepted
+
+    def _judge(
+        self,
+        logits: Tensor,
+        layout: RaggedLayout,
+        draft: DraftBlock,
+        verify_lens: Tensor,
+        rows: Tensor,
+        step: StepSampling,
+        blocks: PendingBlocks | None,
+    ) -> Accepted:
+        """Accepts and commits, and tells what was asked for."""
+        request_rows = self.runner.request_rows
+        accepted = accept(
+            logits,
+            layout,
+            draft,
+            self.rule.cutoff(verify_lens),
+            rows,
+            request_rows.context_lens[rows],
+            self.sampling,
+            step,
+            None if blocks is None else blocks.masks(),
+            self.rule.simulated(self.sampling, rows),
+        )
+        accepted = replace(accepted, verify_lens=verify_lens)
         if step.reported:
             found = committed_logprobs(logits, layout, accepted, step, self.scales_logprobs)
             accepted = replace(accepted, logprobs=found)
-        self._commit(rows, step, accepted)
+        commit(request_rows, self.sampling, rows, step, accepted)
         return accepted
 
     def _read_blocks(self, batch: StepBatch, draft: DraftBlock, verify_lens: Tensor) -> PendingBlocks:
@@ -154,7 +252,7 @@ class SpeculativeWorker:
         assert self.adaptive is not None and draft.signal is not None
         if len(members) == len(batch.row_list):
             return self.adaptive.publish(batch.rows, batch.row_list, draft.signal)
-        index = torch.tensor(members, device=batch.rows.device)
+        index = upload(members, batch.rows.device)
         confidence = torch.zeros_like(draft.signal)
         member_rows = [batch.row_list[i] for i in members]
         confidence[index] = self.adaptive.publish(batch.rows[index], member_rows, draft.signal[index])
@@ -169,7 +267,7 @@ class SpeculativeWorker:
         with_signal = batch.plan is not None and batch.plan.looks
         if len(members) == num_reqs:
             return self.drafter.propose(batch.rows, step.greedy, step.temperature, uniforms, with_signal)
-        index = torch.tensor(members, device=device)
+        index = upload(members, device)
         some = self.drafter.propose(
             batch.rows[index],
             step.greedy[index],
@@ -188,13 +286,6 @@ class SpeculativeWorker:
         signal = torch.zeros(num_reqs, self.gamma, device=device)
         signal[index] = some.signal
         return replace(block, signal=signal)
-
-    def _commit(self, rows: Tensor, step: StepSampling, accepted: Accepted) -> None:
-        """Moves lengths, anchors and penalty counts on; K/V of the committed rows is in place already."""
-        request_rows = self.runner.request_rows
-        tokens, num_tokens = accepted.tokens, accepted.num_tokens
-        commit_rows(request_rows.context_lens, request_rows.anchors, rows, tokens, num_tokens)
-        self.sampling.commit(rows, step, tokens, num_tokens)
 
 
 def _empty_block(
