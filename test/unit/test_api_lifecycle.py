@@ -305,7 +305,7 @@ def test_a_signal_while_loading(folder):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SGLANG_SIMULATE_ACC_LEN", "2.0"), ("SGLANG_DSPARK_DEBUG_DUMP", "core,step_gpu_time")],
+    [("SGLANG_SIMULATE_ACC_LEN", "0.5"), ("SGLANG_DSPARK_DEBUG_DUMP", "core,step_gpu_time")],
 )
 def test_unavailable_environment_is_refused(folder, monkeypatch, capsys, name, value):
     from flashspark.launch_server import main

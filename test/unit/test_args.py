@@ -293,7 +293,7 @@ def test_environment_values(caplog):
         ({"SGLANG_SIMULATE_ACC_LEN": "0"}, None),
         ({"SGLANG_SIMULATE_ACC_METHOD": "multinomial"}, None),
         ({"SGLANG_SIMULATE_ACC_LEN": "1"}, 1.0),
-        ({"SGLANG_SIMULATE_ACC_LEN": "1.0", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}, 1.0),
+        ({"SGLANG_SIMULATE_ACC_LEN": "2.5", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}, 2.5),
     ],
 )
 def test_simulated_acceptance(environ, expected):
@@ -303,9 +303,9 @@ def test_simulated_acceptance(environ, expected):
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({"SGLANG_SIMULATE_ACC_LEN": "2.5"}, "only 1 is"),
-        ({"SGLANG_SIMULATE_ACC_LEN": "0.5"}, "only 1 is"),
-        ({"SGLANG_SIMULATE_ACC_LEN": "nan"}, "only 1 is"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "0.5"}, "at least 1 token"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "inf"}, "at most a block"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "nan"}, "at least 1 token"),
         ({"SGLANG_SIMULATE_ACC_LEN": "1", "SGLANG_SIMULATE_ACC_METHOD": "multinomial"}, "match-expected"),
     ],
 )

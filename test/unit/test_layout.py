@@ -25,7 +25,7 @@ def batch_of(lens, seed):
     """Requests of these (context, verify) lengths in rows, pages and words of their own."""
     g = torch.Generator().manual_seed(seed)
     state = RequestRows(MAX_REQS, 10, PAGE_SIZE, CPU)
-    state.page_table[:] = torch.randperm(MAX_REQS * 10, generator=g).view(MAX_REQS, 10) + 1
+    state.page_table[:MAX_REQS] = torch.randperm(MAX_REQS * 10, generator=g).view(MAX_REQS, 10) + 1
     rows = torch.randperm(MAX_REQS, generator=g)[: len(lens)]
     drafts = torch.randint(100, (len(lens), GAMMA), generator=g)
     for row, (context_len, _) in zip(rows.tolist(), lens, strict=True):
@@ -125,7 +125,7 @@ def test_full_blocks_share_what_does_not_change(num_tokens):
 def test_worked_example(lens, positions):
     """Budgets of 5 and 4 after 10, 20 and 30 tokens, in a tier of 8: no padding, and one row of it."""
     state = RequestRows(3, 10, PAGE_SIZE, CPU)
-    state.page_table[:] = torch.arange(1, 31).view(3, 10)
+    state.page_table[:3] = torch.arange(1, 31).view(3, 10)
     for row in range(3):
         state.set_context(row, 10 * (row + 1), anchor=100 * (row + 1))
     drafts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])

@@ -154,8 +154,8 @@ class StepTimer:
     def run(self, shape: Shape) -> tuple[int, float]:
         """One step: the rows the target ran, and seconds from the plan to the tokens on the host."""
         rows, row_list = self._runner.request_rows, list(range(shape.num_reqs))
-        rows.context_lens.fill_(self._context_len)
-        rows.anchors.copy_(self._anchors)
+        rows.context_lens[: self._max_reqs].fill_(self._context_len)
+        rows.anchors[: self._max_reqs].copy_(self._anchors)
         caps = [self._worker.width] * shape.num_reqs
         device = self._runner.device
         batch = StepBatch(upload(row_list, device), row_list, upload(caps, device), caps)
