@@ -67,13 +67,18 @@ def load_weights(
 
 
 def random_weights(parameters: dict[str, Parameter], seed: int, on_progress: Progress | None = None) -> None:
-    """Fills `parameters` with noise of a plausible scale, the same for equal seeds: `--load-format dummy`."""
-    generator = torch.Generator().manual_seed(seed)
+    """Fills `parameters` with noise of a plausible scale, the same for equal seeds on one kind of device:
+    `--load-format dummy`."""
+    generators: dict[torch.device, torch.Generator] = {}
     for done, (name, parameter) in enumerate(sorted(parameters.items()), start=1):
+        device = parameter.views[0].device
         if name.endswith("norm.weight"):
-            tensor = torch.ones(parameter.shape)
+            tensor = torch.ones(parameter.shape, device=device)
         else:
-            tensor = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            tensor = torch.randn(parameter.shape, generator=generators[device], device=device)
+            tensor /= math.sqrt(parameter.shape[-1])
         for view in parameter.views:
             view.copy_(tensor)
         if on_progress is not None:

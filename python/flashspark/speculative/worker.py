@@ -156,7 +156,11 @@ class SpeculativeWorker:
                 block.candidate_probs[:num_reqs],
             )
         cutoff = verified.cutoff[:num_reqs]
-        layout = replace(verified.layout, block_rows=verified.layout.block_rows[:num_reqs])
+        layout = replace(
+            verified.layout,
+            requests=verified.layout.requests.clamp(max=num_reqs - 1),  # padding names the last slot
+            block_rows=verified.layout.block_rows[:num_reqs],
+        )
         step = self.sampling.begin_step(rows, batch.row_list, width, batch.grammars)
         blocks = self._read_blocks(batch, draft, cutoff) if batch.grammars else None
         return self._judge(verified.logits, layout, draft, cutoff, rows, step, blocks)
