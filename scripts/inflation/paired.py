@@ -40,8 +40,8 @@ class ExtraLogits:
         drafted: list[Tensor] = []
         is_drafting = False
 
-        def logits(hidden: Tensor) -> Tensor:
-            out = head(hidden)
+        def logits(hidden: Tensor, out: Tensor | None = None) -> Tensor:
+            out = head(hidden, out)
             if is_drafting:
                 drafted.append(out)
             self._note("draft" if is_drafting else "target", out)

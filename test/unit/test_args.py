@@ -210,8 +210,11 @@ def test_every_neutral_flag_refuses_another_value():
 
 
 def test_flags_without_effect_warn():
-    warnings = parse("--mem-fraction-static", "0.8", "--cuda-graph-max-bs", "4").warnings()
-    assert [line.split()[0] for line in warnings] == ["--mem-fraction-static", "--cuda-graph-max-bs-decode"]
+    warnings = parse("--schedule-conservativeness", "0.8", "--cuda-graph-max-bs-prefill", "4").warnings()
+    assert [line.split()[0] for line in warnings] == [
+        "--schedule-conservativeness",
+        "--cuda-graph-max-bs-prefill",
+    ]
     assert parse().warnings() == []
 
 

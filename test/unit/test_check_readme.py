@@ -118,7 +118,7 @@ def test_every_flag_it_names_exists() -> None:
 
 
 def test_the_defaults_it_names_are_the_defaults() -> None:
-    from flashspark.scheduler.build import DEFAULT_CHUNKED_PREFILL_SIZE
+    from flashspark.scheduler.build import CPU_CHUNKED_PREFILL_SIZE
 
     args = ServerArgs(model_path="demo")
     num_checked = 0
@@ -130,7 +130,7 @@ def test_the_defaults_it_names_are_the_defaults() -> None:
         ):
             value = getattr(args, flag.replace("-", "_"))
             if flag == "chunked-prefill-size":
-                value = DEFAULT_CHUNKED_PREFILL_SIZE
+                value = CPU_CHUNKED_PREFILL_SIZE
             assert default in (str(value), f"{value:g}" if isinstance(value, float) else ""), flag
             num_checked += 1
     assert num_checked >= 9

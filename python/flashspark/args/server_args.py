@@ -60,7 +60,7 @@ def neutral(default: Any, *others: Any, help: str, remedy: str = _NOT_YET, **opt
     return flag(default, help, neutral=(default, *others), remedy=remedy, **options)
 
 
-_GRAPHS = "has no effect: this version runs without CUDA graphs"
+_GRAPHS = "has no effect: one rule says which shapes are captured (docs/architecture.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,9 @@ class ServerArgs:
     )
     mem_fraction_static: float | None = flag(
         None,
-        "share of device memory for weights and KV",
+        "on a GPU, share of its memory for weights and KV (default 0.88); --max-total-tokens wins",
         minimum=0.01,
         maximum=0.99,
-        hint="has no effect yet: --max-total-tokens sets the KV capacity",
     )
     disable_radix_cache: bool = flag(False, "no prefix cache: every prompt is computed")
     disable_overlap_schedule: bool = flag(False, "each step's tokens are handled before the next step starts")
@@ -190,10 +189,13 @@ class ServerArgs:
     nnodes: int = neutral(
         1, help="machines", remedy="start several servers behind sglang-router (docs/scale-out.md)"
     )
-    disable_cuda_graph: bool = flag(False, "no CUDA graphs (there are none yet)")
+    disable_cuda_graph: bool = flag(False, "steps on a GPU are launched kernel by kernel, in the same shapes")
     disable_cuda_graph_padding: bool = flag(False, "accepted for scripts", hint=_GRAPHS)
     cuda_graph_max_bs_decode: int | None = flag(
-        None, "largest graph", aliases=("--cuda-graph-max-bs",), hint=_GRAPHS, minimum=1
+        None,
+        "on a GPU, requests of the largest step that is captured (default: --max-running-requests)",
+        aliases=("--cuda-graph-max-bs",),
+        minimum=1,
     )
     cuda_graph_bs_decode: tuple[int, ...] | None = flag(
         None, "graph sizes", aliases=("--cuda-graph-bs",), hint=_GRAPHS

@@ -30,6 +30,21 @@ class EagerRunner:
         return body()
 
 
+def make_step_runner(device: torch.device, captures: bool) -> StepRunner | None:
+    """What runs steps in pieces of fixed shape on `device`; None where a step had better have the shape it needs."""
+    if device.type != "cuda":
+        return None
+    return GraphRunner(device) if captures else EagerRunner()
+
+
+def used_bytes(device: torch.device) -> int:
+    """A GPU's memory in use, by whomever, caches of unused blocks left out. Waits for it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 class GraphRunner:
     """CUDA graphs of one memory pool, replayed on one stream, one at a time."""
 

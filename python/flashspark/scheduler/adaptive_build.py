@@ -314,7 +314,7 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
         "attention": runner.verify_backend.name,
         "page size": args.page_size,
         "context": min(CONTEXT_TOKENS, engine.context_length - worker.width),
-        "graphs": runner.device.type == "cuda" and not args.disable_cuda_graph,
+        "graphs": int(worker.graphs is not None and not args.disable_cuda_graph),
         "tiers": f"{rule.max_num_reqs} requests, finest {rule.finest_reqs} and {rule.finest_tokens}, 1/{rule.relative}",
         "tensor parallel": args.tp_size,
         "versions": version_fingerprint(),

@@ -22,7 +22,7 @@ from .limits import SchedulerLimits
 from .scheduler import Scheduler
 
 # On a CPU, one chunk stays well under a second for a small model.
-DEFAULT_CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
+CPU_CHUNKED_PREFILL_SIZE, GPU_CHUNKED_PREFILL_SIZE = 2048, 8192
 
 
 def build_scheduler(
@@ -113,7 +113,8 @@ def _engine_options(args: ServerArgs) -> EngineOptions:
 
 
 def _prefill_budget(args: ServerArgs, device_type: str) -> int:
-    chunk = args.chunked_prefill_size or DEFAULT_CHUNKED_PREFILL_SIZE[device_type]
+    usual = CPU_CHUNKED_PREFILL_SIZE if device_type == "cpu" else GPU_CHUNKED_PREFILL_SIZE
+    chunk = args.chunked_prefill_size or usual
     return args.max_prefill_tokens if chunk < 0 else min(chunk, args.max_prefill_tokens)
 
 

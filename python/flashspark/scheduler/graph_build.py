@@ -10,7 +10,7 @@ import torch
 from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.engine.build import Engine
-from flashspark.engine.graph_runner import EagerRunner, GraphRunner
+from flashspark.engine.graph_runner import make_step_runner, used_bytes
 from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.confidence import ConfidenceSource
@@ -29,7 +29,7 @@ def tier_rule(args: ServerArgs, engine: Engine, width: int) -> TierRule:
     """How fine the tiers are on the engine's device."""
     max_reqs, finest = args.max_running_requests, args.speculative_verify_tier_tokens
     assert max_reqs is not None  # resolved by ServerArgs
-    if engine.runner.device.type != "cuda":
+    if engine.runner.device.type == "cpu":
         return TierRule(width, max_reqs, finest_tokens=finest)
     return TierRule(
         width,
@@ -70,16 +70,15 @@ def build_graphs(
 
     `source` is of the confidence that drafts are predicted with; None in a server that never plans. May take seconds.
     """
-    device = engine.runner.device
-    if device.type != "cuda":
+    device, captures = engine.runner.device, not args.disable_cuda_graph
+    runner = make_step_runner(device, captures)
+    if runner is None:
         return None
     backend = engine.runner.verify_backend
-    captures = not args.disable_cuda_graph
     if captures and not backend.capabilities.supports_ragged_verify_graph:
         raise ValueError(
             f"--attention-backend {backend.name} cannot be captured in CUDA graphs: use triton, or --disable-cuda-graph"
         )
-    runner = GraphRunner(device) if captures else EagerRunner()
     eps = PlannerSettings(worker.gamma).survival_eps if worker.gamma else 0.0
     graphs = StepGraphs(
         engine.runner, worker.sampling, worker.drafter, source, grid, eps, runner, worker.rule
@@ -92,8 +91,7 @@ def build_graphs(
 @torch.inference_mode()
 def _capture(graphs: StepGraphs, signals: tuple[bool, ...], device: torch.device) -> None:
     started = shown = time.monotonic()
-    torch.cuda.empty_cache()
-    free_before, _ = torch.cuda.mem_get_info(device)
+    before = used_bytes(device)
 
     def on_progress(done: int, total: int) -> None:
         nonlocal shown
@@ -102,9 +100,7 @@ def _capture(graphs: StepGraphs, signals: tuple[bool, ...], device: torch.device
             logger.info("capturing CUDA graphs: %d of %d shapes", done, total)
 
     num_graphs = graphs.capture(signals, on_progress)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    num_bytes = free_before - torch.cuda.mem_get_info(device)[0]
+    num_bytes = used_bytes(device) - before
     logger.info(
         "captured %d CUDA graphs in %.1f s: %.2f GiB, %.1f MiB each",
         num_graphs,
