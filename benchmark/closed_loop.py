@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ class Load:
     requests_per_client: int
     max_new_tokens: int
     temperature: float
+    seconds: float | None = None  # the run is cut off after so long; None: it runs to its end
+
+    def prompt(self, client: int, turn: int) -> Sequence[int]:
+        """What `client` sends as its request number `turn`."""
+        return self.prompts[(client + turn * self.concurrency) % len(self.prompts)]
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,9 @@ class Seen:
         """All of them."""
         return sum(count for _, count in self.frames)
 
-    def decoded(self, until_s: float) -> tuple[int, float]:
-        """Tokens after the first frame, and seconds after it, up to the last frame that came by `until_s`."""
-        frames = [frame for frame in self.frames if frame[0] <= until_s]
+    def decoded(self, start_s: float, until_s: float) -> tuple[int, float]:
+        """Tokens after the first frame, and seconds after it, of the frames that came from `start_s` to `until_s`."""
+        frames = [frame for frame in self.frames if start_s <= frame[0] <= until_s]
         if not frames:
             return 0, 0.0
         return sum(count for _, count in frames[1:]), frames[-1][0] - frames[0][0]
@@ -48,8 +54,8 @@ class Seen:
 class Segment:
     """What one run of a load came to. Times in seconds, rates in tokens per second."""
 
-    # Tokens that requests got after their first frame, per second of a request after it, × concurrency: requests of
-    # equal length weigh alike, and one that is cut off by the end of the window counts for what it got.
+    # Tokens that requests got after their first frame, per second of a request after it, × concurrency, while every
+    # client had its first token: requests of equal length weigh alike, one that is cut off counts for what it got.
     decode_rate: float
     output_rate: float  # over the time in which every client had a request running
     ttft: tuple[float, float]  # p50, p99
@@ -58,28 +64,42 @@ class Segment:
     num_tokens: int
 
 
-def run_load(port: int, load: Load) -> Segment:
+def run_load(port: int, load: Load, pool: Executor | None = None, num_processes: int = 1) -> Segment:
     """Runs `load` against the server at `port` to its end.
+
+    Args:
+        pool: where to run the clients, `num_processes` groups of them; None: in threads of this process.
 
     Raises:
         RuntimeError: a request was refused or broke off.
     """
-    seen: list[list[Seen]] = [[] for _ in range(load.concurrency)]
-    errors: list[BaseException] = []
-    start = threading.Barrier(load.concurrency)
+    everybody = range(load.concurrency)
+    if pool is None:
+        return summarise(_run_clients(port, load, everybody), load.concurrency)
+    groups = [everybody[i::num_processes] for i in range(min(num_processes, load.concurrency))]
+    futures = [pool.submit(_run_clients, port, load, group) for group in groups]
+    return summarise([seen for future in futures for seen in future.result()], load.concurrency)
 
-    def client(index: int) -> None:
+
+def _run_clients(port: int, load: Load, indices: Sequence[int]) -> list[list[Seen]]:
+    """Some of a load's clients, a thread each. Clocks of processes agree: `perf_counter` is the machine's."""
+    seen: list[list[Seen]] = [[] for _ in indices]
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(indices))
+
+    def client(place: int) -> None:
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
             start.wait()
+            end_s = float("inf") if load.seconds is None else time.perf_counter() + load.seconds
             for turn in range(load.requests_per_client):
-                prompt = load.prompts[(index + turn * load.concurrency) % len(load.prompts)]
-                seen[index].append(_request(connection, prompt, load))
+                if turn == 0 or time.perf_counter() < end_s:
+                    seen[place].append(_request(connection, load.prompt(indices[place], turn), load, end_s))
         except BaseException as error:
             errors.append(error)
             start.abort()
 
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(load.concurrency)]
+    threads = [threading.Thread(target=client, args=(place,)) for place in range(len(indices))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,17 +107,21 @@ def run_load(port: int, load: Load) -> Segment:
     real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if real:
         raise RuntimeError(f"a client failed: {real[0]!r}") from real[0]
-    return summarise(seen, load.concurrency)
+    return seen
 
 
-def summarise(seen: Sequence[Sequence[Seen]], concurrency: int) -> Segment:
+def summarise(seen: Sequence[Sequence[Seen]], concurrency: int, window_end: float | None = None) -> Segment:
     """The figures of a run, at full concurrency: of the time from when every client has its first token to when the
     first client is through with its requests. A mean over the requests that *ended* until then would favour fast ones,
     and more so in the arm whose requests differ more.
+
+    Args:
+        window_end: when full concurrency ended, where clients do not stop sending by themselves.
     """
     requests = [request for of_client in seen for request in of_client]
     window_start = max(of_client[0].frames[0][0] for of_client in seen)
-    window_end = min(of_client[-1].frames[-1][0] for of_client in seen)
+    if window_end is None:
+        window_end = min(of_client[-1].frames[-1][0] for of_client in seen)
     inside = sum(
         count for request in requests for at, count in request.frames if window_start < at <= window_end
     )
@@ -107,10 +131,11 @@ def summarise(seen: Sequence[Sequence[Seen]], concurrency: int) -> Segment:
         for request in ended
         for (before, _), (at, count) in zip(request.frames, request.frames[1:], strict=False)
     ]
-    decoded = [request.decoded(window_end) for request in requests]
+    decoded = [request.decoded(window_start, window_end) for request in requests]
     seconds = window_end - window_start
+    tokens, spent = (sum(column) for column in zip(*decoded, strict=True))
     return Segment(
-        decode_rate=sum(tokens for tokens, _ in decoded) / sum(spent for _, spent in decoded) * concurrency,
+        decode_rate=tokens / spent * concurrency if spent > 0 else float("nan"),
         output_rate=inside / seconds if seconds > 0 else float("nan"),
         ttft=_percentiles([request.frames[0][0] - request.sent_s for request in requests]),
         inter_token=_percentiles(waits),
@@ -126,8 +151,9 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return hundredths[49], hundredths[98]
 
 
-def _request(connection: http.client.HTTPConnection, prompt: Sequence[int], load: Load) -> Seen:
-    """One streamed request of a server with --incremental-streaming-output."""
+def _request(connection: http.client.HTTPConnection, prompt: Sequence[int], load: Load, end_s: float) -> Seen:
+    """One streamed request of a server with --incremental-streaming-output; the client hangs up at `end_s`, once it
+    has a token."""
     sampling = {
         "temperature": load.temperature,
         "max_new_tokens": load.max_new_tokens,
@@ -148,6 +174,14 @@ def _request(connection: http.client.HTTPConnection, prompt: Sequence[int], load
             if "error" in last:
                 raise RuntimeError(f"a stream broke off: {last}")
             frames.append((at, len(last["output_ids"])))
+            if at > end_s:
+                connection.close()
+                break
+    else:
+        _check_complete(frames, load)
+    return Seen(sent_s, frames, int(last["meta_info"].get("spec_verify_ct", 0)))
+
+
+def _check_complete(frames: Sequence[tuple[float, int]], load: Load) -> None:
     if sum(count for _, count in frames) != load.max_new_tokens:
         raise RuntimeError(f"{load.max_new_tokens} tokens were asked for, {frames} came")
-    return Seen(sent_s, frames, int(last["meta_info"].get("spec_verify_ct", 0)))

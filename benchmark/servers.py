@@ -27,7 +27,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[int]:
+def serve(
+    flags: Sequence[str], environment: Mapping[str, str] | None = None, start_seconds: float = 180
+) -> Iterator[int]:
     """A server with `flags`, from when it is healthy until the block ends; yields its port.
 
     Raises:
@@ -40,7 +42,7 @@ def serve(flags: Sequence[str], environment: Mapping[str, str] | None = None) ->
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stderr=log, stdout=log, env=env)
         try:
-            deadline = time.monotonic() + 180
+            deadline = time.monotonic() + start_seconds
             while not _is_healthy(port):
                 if server.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)

@@ -48,6 +48,7 @@ SWEEP_CONCURRENCY = (1, 2, 4, 8, 16, 32)
 SWEEP_TEMPERATURES = (0.0, 1.0)
 SHARE_AT = (16, 32)  # where the share of the oracle's gain is held to its bar
 BARS = {"everywhere": 0.97, "at 32": 1.15, "share": 0.5}
+ARM = r"static(:[2-9]\d*)?|compact|cap-accept|off"
 COMPONENTS = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
 
 
@@ -433,7 +434,7 @@ def parse() -> argparse.Namespace:
     if min(options.concurrency) < 1 or min(options.temperature) < 0:
         parser.error("--concurrency must be at least 1, --temperature at least 0")
     for arm in options.arms:
-        if not re.fullmatch(r"static(:[2-9]\d*)?|compact|cap-accept|off", arm):
+        if not re.fullmatch(ARM, arm):
             parser.error(f"--arms {arm}: static, static:N, compact, cap-accept or off")
     if options.sweep:
         options.concurrency, options.temperature = list(SWEEP_CONCURRENCY), list(SWEEP_TEMPERATURES)

@@ -46,8 +46,8 @@ def test_figures_are_of_the_time_at_full_concurrency():
         Seen(5.0, [(5.5, 1), (9.0, 99)], 2),  # ends after the window
     ]
     segment = summarise([first, second], 2)
-    # 6 tokens in 2 s, 4 in 2, 3 in 3, and of the last request nothing after its first frame.
-    assert segment.decode_rate == pytest.approx((6 + 4 + 3) / (2 + 2 + 3) * 2)
+    # From 2 s on: 3 tokens in 1 s, 4 in 2, 3 in 3, and of the last request nothing after its first frame.
+    assert segment.decode_rate == pytest.approx((3 + 4 + 3) / (1 + 2 + 3) * 2)
     assert segment.output_rate == pytest.approx((3 + 1 + 4 + 3 + 1) / 4)
     assert segment.accept_length == pytest.approx((8 + 5 + 5) / (3 + 2 + 2))
     assert segment.num_tokens == 118
