@@ -9,12 +9,13 @@
 #   PIECES        concurrencies, one engine for each group (default: "1,2,4,8 16,32,64 128,256")
 #   SERVER_ARGS   further flags of the engine              (default: none)
 #   TABLE_ARGS    further flags of benchmark/gpu_serving.py, for instance --lengths
+#   COMMIT        to record, where OUT's machine has no repository to ask
 #   PYTHON        an interpreter that has what pyproject.toml asks for (default: python3; scripts/install.sh makes one)
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-[[ $# -eq 1 ]] || { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ $# -eq 1 ]] || { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 out="$1"
 pair="${PAIR:-${TMPDIR:-/tmp}/flashspark-qwen3-8b}"
 python="${PYTHON:-python3}"
@@ -36,7 +37,8 @@ measure() { # NAME CONCURRENCY FLAGS…
   shift 2
   echo "== $name, concurrency $concurrency"
   "$python" benchmark/gpu_serving.py --in-process --model-path "$pair/target" --draft "$pair/dflash2" \
-    --concurrency "$concurrency" --server-args="${SERVER_ARGS:-}" --resume --out "$out/$name.json" "$@" 2>&1 |
+    --concurrency "$concurrency" --server-args="${SERVER_ARGS:-}" --resume --out "$out/$name.json" \
+    ${COMMIT:+--commit "$COMMIT"} "$@" 2>&1 |
     tee -a "$out/$name.log"
 }
 
