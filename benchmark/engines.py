@@ -105,12 +105,14 @@ class InProcessEngine:
     """The scheduler that `flags` describe, built as the server's scheduler process builds it."""
 
     def __init__(self, flags: Sequence[str]) -> None:
+        from flashspark import envs
         from flashspark.args import configure_logging
         from flashspark.args.command_line import parse_args
         from flashspark.scheduler.build import build_scheduler
         from flashspark.scheduler.process import prepare_profiling
 
         args = parse_args(flags)
+        envs.simulated_accept_length()  # a simulation that cannot be done says so before a model is loaded
         configure_logging(args.log_level)
         for warning in args.warnings():
             print(f"# {warning}", flush=True)

@@ -48,7 +48,9 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORKLOADS = ("W1:0", "W1:1", "W2:0")
 ARMS = ("static", "compact", "cap-accept", "off")
 CONTEXT = 1024  # of the shipped pair; longer texts mean nothing to it
-SETTLE_TURNS = 20  # of compact, until its estimator is ready
+SETTLE_SECONDS = (
+    180  # of compact at most, until its estimator is ready; seconds where steps take milliseconds
+)
 # Of a request. W1 and W2 were chosen by their first 128: a run ends with its fastest client, when the others have had
 # two thirds of theirs or so.
 OUTPUT_TOKENS = 160
@@ -134,13 +136,14 @@ class Table:
             return
         self._become("compact")
         busiest = max(points, key=lambda point: point.concurrency)
-        for turn in range(SETTLE_TURNS):
+        started, turn = time.monotonic(), 0
+        while not self._engine.state()["confidence_is_ready"]:
+            if time.monotonic() - started > SETTLE_SECONDS:
+                raise RuntimeError(f"the estimator is not ready after {SETTLE_SECONDS} s and {turn} turns")
             for temperature in sorted({point.temperature for point in points}):
                 point = replace(busiest, temperature=temperature, concurrency=min(busiest.concurrency, 32))
                 self._engine.run(replace(self.load(point, turn), max_new_tokens=64))
-            if self._engine.state()["confidence_is_ready"]:
-                return
-        raise RuntimeError(f"the estimator is not ready after {SETTLE_TURNS} turns")
+            turn += 1
 
     def measure(self, point: Point) -> dict[str, Any]:
         """All arms of a point, `repeats` times; its row of the file."""
