@@ -34,7 +34,8 @@ def no_step_fails(caplog):
 
 
 def engine(folders, draft="dflash2", overlap=True, mode=VerifyMode.STATIC, **args) -> Harness:  # noqa: F811
-    harness = Harness(folders["target"], folders[draft], enable_overlap_schedule=overlap, **args)
+    args |= {"enable_overlap_schedule": overlap, "disable_overlap_schedule": not overlap}
+    harness = Harness(folders["target"], folders[draft], **args)
     if mode is not VerifyMode.STATIC:
         harness.make_adaptive(mode, LINEAR, grid(48), min_gain=0.0, draft_free=None).source.num_refits = 100
     return harness
@@ -136,12 +137,12 @@ def watch_slots(harness: Harness) -> Counter[str]:
         owners[:] = [harness.request_in_row(row).pages for row in batch.row_list]
         return decode(batch)
 
-    def watched_verify(input_ids, queries):
+    def watched_verify(input_ids, queries, *out):
         indptr = queries.qo_indptr.tolist()
         for i, pages in enumerate(owners):
             for slot in queries.slots[indptr[i] : indptr[i + 1]].tolist():
                 where["scratch" if slot < size else "own" if slot // size in pages else "elsewhere"] += 1
-        return verify(input_ids, queries)
+        return verify(input_ids, queries, *out)
 
     worker.decode, runner.verify = watched_decode, watched_verify
     return where
@@ -160,9 +161,10 @@ def test_nothing_is_written_behind_a_requests_pages(folders, drafts, page_size, 
         "max_total_tokens": (-(-(context - 1) // page_size) + room) * page_size,
         "page_size": page_size,
         "max_running_requests": 2,
+        "disable_cuda_graph": True,  # `watch_slots` sees no replay
     }
     reference, overlapping = (
-        Harness(folders["target"], drafts["dspark"], enable_overlap_schedule=overlap, **arguments)
+        engine({**folders, "dspark": drafts["dspark"]}, "dspark", overlap, **arguments)
         for overlap in (False, True)
     )
     where = watch_slots(overlapping)
@@ -341,6 +343,7 @@ def test_results_are_what_was_accepted_and_a_copy_of_it():
 def test_a_step_takes_its_own_time_whoever_is_late(folders, monkeypatch):  # noqa: F811
     """By a clock that only this test moves: ten seconds for a step, a thousand for whatever the host does meanwhile."""
     harness = engine(folders, mode=VerifyMode.COMPACT)
+    harness.scheduler._decoding.reader = StepReader(CPU)
     now = [0.0]
     monkeypatch.setattr(step_results, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     decode, send = harness._worker.decode, harness.scheduler._send
@@ -440,6 +443,7 @@ def test_any_of_many_storms(folders, plain, data):  # noqa: F811
 
 def check_storm(folders, plain, data) -> None:  # noqa: F811
     options = {
+        "disable_cuda_graph": True,  # `watch_slots` sees no replay
         "max_total_tokens": data.draw(st.integers(6, 30)) * 16,
         "max_running_requests": data.draw(st.integers(1, 8)),
         "page_size": data.draw(st.sampled_from([1, 4, 16])),
@@ -454,7 +458,9 @@ def check_storm(folders, plain, data) -> None:  # noqa: F811
 
 
 def test_one_twin_is_chosen(folders):  # noqa: F811
-    assert engine(folders, overlap=False).ready.info["overlap_schedule"] is False  # the default of a CPU
-    assert engine(folders).ready.info["overlap_schedule"] is True
+    default = Harness(folders["target"])
+    assert default.ready.info["overlap_schedule"] is (default._worker.runner.device.type == "cuda")
+    for overlap in (False, True):
+        assert engine(folders, overlap=overlap).ready.info["overlap_schedule"] is overlap
     with pytest.raises(ArgumentError, match="--enable-overlap-schedule: contradicts"):
         ServerArgs(model_path="demo", enable_overlap_schedule=True, disable_overlap_schedule=True)
