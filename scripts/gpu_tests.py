@@ -1,11 +1,14 @@
 """Everything that a GPU has to say about right and wrong, in one command: logs, JUnit files and a table in a folder.
 
-    python scripts/gpu_tests.py --out FOLDER [kernels] [memcheck]
+    python scripts/gpu_tests.py --out FOLDER [kernels] [memcheck] [engine] [suite] [soak]
 
 - `kernels`: the parity tests of `test/kernels`, which the interpreter runs elsewhere, with kernels that are compiled.
 - `memcheck`: `scripts/gpu_memcheck.py`.
+- `engine`: `test/gpu`, captured decode steps of the shipped pair.
+- `suite`: what the CPU suite says of losslessness, greedy and sampled, in float32 on the GPU.
+- `soak`: `test/gpu/soak.py`, 2,000 requests.
 
-Without a name, both, one after the other. Needs torch, triton, pytest and hypothesis; with pytest-xdist tests
+Without a name, all of them, one after the other. Needs torch, triton, pytest and hypothesis; with pytest-xdist tests
 run side by side, which matters for the first, where compiling takes the time. Exit code 0 if everything passed.
 """
 
@@ -20,24 +23,36 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS_S = {"kernels": 300, "memcheck": 400}
+LIMITS_S = {"kernels": 300, "memcheck": 400, "engine": 400, "suite": 500, "soak": 500}
 
 
-def pytest_command(target: str, out: Path, name: str, workers: int, pattern: str | None) -> list[str]:
-    """pytest over `target` with the plugins that are there, whatever pyproject.toml asks of others."""
-    command = [sys.executable, "-m", "pytest", "-ra", "--durations=8", "--import-mode=importlib"]
+def pytest_command(out: Path, name: str, workers: int, *patterns: str) -> list[str]:
+    """pytest over files with the plugins that are there, whatever pyproject.toml asks of others. In one process, what
+    tests print is shown: near-ties."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-ra" if workers > 1 else "-raP",
+        "--show-capture=stdout",
+        "--durations=8",
+        "--import-mode=importlib",
+    ]
     command += ["-o", "addopts=", "-m", "not full", f"--junitxml={out / f'{name}.xml'}"]
     if workers > 1 and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(workers)]
-    files = sorted(str(path) for path in (ROOT / target).glob(pattern)) if pattern else [str(ROOT / target)]
-    return command + files
+    return command + sorted(str(path) for pattern in patterns for path in (ROOT / "test").glob(pattern))
 
 
 def commands(out: Path, workers: int) -> dict[str, list[str]]:
     """What each name runs."""
+    suite = ("unit/test_lossless_*.py", "unit/test_exact_*.py", "unit/test_step_graphs.py")
     return {
-        "kernels": pytest_command("test/kernels", out, "kernels", workers, "test_triton_[!c]*.py"),
+        "kernels": pytest_command(out, "kernels", workers, "kernels/test_triton_[!c]*.py"),
         "memcheck": [sys.executable, str(ROOT / "scripts" / "gpu_memcheck.py"), "--out", str(out)],
+        "engine": pytest_command(out, "engine", 1, "gpu/test_*.py"),
+        "suite": pytest_command(out, "suite", workers, *suite),
+        "soak": [sys.executable, str(ROOT / "test" / "gpu" / "soak.py"), "--out", str(out / "soak.json")],
     }
 
 
@@ -78,7 +93,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(LIMITS_S)}")
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and results")
-    parser.add_argument("--workers", type=int, default=8, help="processes of the kernels' tests")
+    parser.add_argument("--workers", type=int, default=8, help="processes of `kernels` and `suite`")
     options = parser.parse_args()
     unknown = set(options.names) - set(LIMITS_S)
     if unknown:

@@ -152,10 +152,13 @@ class DecodeLoop:
         batch = StepBatch(rows, row_list, caps, cap_list, plan, grammars)
         clock = self.reader.clock()
         accepted = self._worker.decode(batch)
+        self._worker.mark("results")
+        results = self.reader.start(accepted, clock, self.keeps_requests)
+        self._worker.mark("idle")
         return StepInFlight(
             running=running,
             batch=batch,
-            results=self.reader.start(accepted, clock, self.keeps_requests),
+            results=results,
             num_rows_run=accepted.num_rows_run,
             logprobs=dict(accepted.logprobs),
             num_prefill_tokens=num_prefill_tokens,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner, PrefillChunk
+from flashspark.engine.stage_clock import StageClock
 from flashspark.engine.upload import upload
 
 from .accept import AcceptRule, accept, commit
@@ -43,12 +44,18 @@ class SpeculativeWorker:
         self.speculates = True  # False: new requests decode without a draft
         self.scales_logprobs = True  # False: those of output tokens are reported as before temperature
         self.rule = AcceptRule()
+        self.stage_clock: StageClock | None = None  # told of the stages' borders, for measuring
         self.graphs: StepGraphs | None = None  # None: steps run as they come, in shapes of their own
 
     @property
     def mode(self) -> VerifyMode:
         """How it verifies at present."""
         return VerifyMode.STATIC if self.adaptive is None else self.adaptive.mode
+
+    def mark(self, stage: str) -> None:
+        """Tells the clock, if somebody measures, that the device work of `stage` begins here."""
+        if self.stage_clock is not None:
+            self.stage_clock.mark(stage)
 
     @property
     def accepts_drafts(self) -> bool:
@@ -88,6 +95,7 @@ class SpeculativeWorker:
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk], wanted: Sequence[PromptRows] = ()) -> list[Logprobs]:
         """Runs prompt chunks (`ModelRunner.prefill`); log-probabilities of the `wanted` rows' next tokens."""
+        self.mark("prefill")
         hidden = self.runner.prefill(chunks, reads_hidden=len(wanted) > 0)
         return [] if hidden is None else prompt_logprobs(self.runner.target, hidden, wanted)
 
@@ -95,6 +103,7 @@ class SpeculativeWorker:
     def decode(self, batch: StepBatch) -> Accepted:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         members = self._who_drafts(batch)
+        self.mark("draft" if members else "verify")
         if self.graphs is not None and self.graphs.width in (1, self.width):
             shape = self.graphs.shape(len(batch.row_list), self._num_rows(batch) if members else None)
             if shape is not None:
@@ -120,7 +129,9 @@ class SpeculativeWorker:
             if signal and self.adaptive is not None:
                 confidence = graphs.confidence(num_reqs)
                 self.adaptive.relay(rows, row_list, confidence)
+            self.mark("verify")
         verified = graphs.verify(shape, width)
+        self.mark("accept")
         if not batch.grammars and self.sampling.is_plain(row_list):
             accepted = first_requests(graphs.accept(shape, width, verified), num_reqs)
         else:
@@ -172,12 +183,15 @@ class SpeculativeWorker:
         step = self.sampling.begin_step(rows, batch.row_list, gamma + 1, batch.grammars)
         draft = self._draft(batch, step, members)
         confidence = None if draft.signal is None else self._publish(batch, draft, members)
+        if members:
+            self.mark("verify")
         verify_lens, layout = self._lay_out(batch, draft, confidence)
         state = self.runner.request_rows
         # The host's caps are of what it knew when it launched the step; rows past the limit run, and commit nothing.
         verify_lens = state.within_limits(verify_lens, rows, state.context_lens[rows])
         blocks = self._read_blocks(batch, draft, verify_lens) if batch.grammars else None
         logits = self.runner.verify(layout.input_ids, layout.queries)
+        self.mark("accept")
         accepted = self._judge(logits, layout, draft, verify_lens, rows, step, blocks)
         accepted = replace(accepted, confidence=confidence)
         if self.adaptive is not None and confidence is not None:
