@@ -13,7 +13,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from closed_loop import Load, Seen, Segment, run_load, summarise
@@ -21,7 +21,10 @@ from servers import serve
 
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
 MIN_STEPS = 16  # at full concurrency, for a run in process to have figures
-COUNTERS = ("verify_steps", "verify_tokens", "draft_free_steps", "num_steps", "num_retractions")
+COUNTERS = (
+    *("verify_steps", "verify_tokens", "output_tokens"),
+    *("draft_free_steps", "num_steps", "num_retractions"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,10 @@ class HttpEngine:
         segment = run_load(self._port, load, self._pool, self._num_processes)
         self.forget()  # waits until it is idle
         after = self.state()
-        return Run(segment, {name: after[name] - before[name] for name in COUNTERS})
+        counts = {name: after[name] - before[name] for name in COUNTERS}
+        # A stream that was cut off does not tell how many steps it took.
+        accept_length = counts["output_tokens"] / max(1, counts["verify_steps"])
+        return Run(replace(segment, accept_length=accept_length), counts)
 
 
 @contextlib.contextmanager
