@@ -21,6 +21,7 @@ from flashspark.speculative.types import Accepted
 from harness import NEAR_TIE, Harness, Job, Result, first_difference, near_tie_gap, to_message
 from unit.test_lossless_adaptive import LINEAR, drafts, grid  # noqa: F401 - fixture
 from unit.test_lossless_tiny import WIDTH, folders, plain, prompts  # noqa: F401 - fixtures
+from unit.test_step_graphs import in_pieces
 
 DRAFTS = [None, "dflash2"]
 CPU = torch.device("cpu")
@@ -379,6 +380,24 @@ def test_prefill_is_told_of_with_the_step_it_comes_before(folders):  # noqa: F81
     assert totals == [sum(len(job.prompt) - 1 for job in jobs)] * 2
 
 
+# Steps in pieces of fixed shape
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.STATIC, VerifyMode.COMPACT], ids=lambda mode: mode.value)
+def test_pieces_that_are_run_again_before_their_results_are_read(folders, mode):  # noqa: F811
+    """As on a GPU: every step writes where the one before left its results, and copies are late."""
+    jobs = [job for job in mixed() if job.abort is None]
+    jobs += [Job(p, 17 - len(p), arrive=9) for p in prompts(12) if len(p) < 13]
+    expected = engine(folders, overlap=False).run(jobs)
+    overlapping = engine(folders, mode=mode, max_running_requests=6, disable_cuda_graph=True)
+    in_pieces(overlapping)
+    overlapping.scheduler._decoding.reader = StepReader(CPU, LateCopies())
+    where = watch_slots(overlapping)
+    got = overlapping.run(jobs)
+    assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in expected]
+    assert overlapped(overlapping) > 20 and where["elsewhere"] == 0
+
+
 # Storms
 
 
@@ -452,6 +471,8 @@ def check_storm(folders, plain, data) -> None:  # noqa: F811
     }
     draft, mode = data.draw(st.sampled_from(DRAFTS)), data.draw(st.sampled_from(VerifyMode))
     reference, overlapping = twins(folders, draft, mode=mode if draft else VerifyMode.STATIC, **options)
+    if data.draw(st.booleans()):
+        in_pieces(overlapping)
     where, jobs = watch_slots(overlapping), storm_jobs(data)
     assert_alike_but_for_ties(plain[0], jobs, reference.run(jobs), overlapping.run(jobs))
     assert where["elsewhere"] == 0
