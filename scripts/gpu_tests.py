@@ -46,7 +46,12 @@ def pytest_command(out: Path, name: str, workers: int, *patterns: str) -> list[s
 
 def commands(out: Path, workers: int) -> dict[str, list[str]]:
     """What each name runs."""
-    suite = ("unit/test_lossless_*.py", "unit/test_exact_*.py", "unit/test_step_graphs.py")
+    suite = (
+        "unit/test_lossless_*.py",
+        "unit/test_exact_*.py",
+        "unit/test_step_graphs.py",
+        "unit/test_overlap.py",
+    )
     return {
         "kernels": pytest_command(out, "kernels", workers, "kernels/test_triton_[!c]*.py"),
         "memcheck": [sys.executable, str(ROOT / "scripts" / "gpu_memcheck.py"), "--out", str(out)],
