@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.request_rows import RequestRows
+from flashspark.engine.upload import upload
 from flashspark.kernels.accept import accept_greedy, accept_sampled
 from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.token_mask import apply_token_masks
@@ -142,7 +143,8 @@ def _target_probs(
     chosen_logits = logits[block_rows]
     if adjusted_logits is not None:
         places, sources = step.adjusted_among_sampled
-        chosen_logits[places] = adjusted_logits[sources]
+        if places:
+            chosen_logits[upload(places, logits.device)] = adjusted_logits[upload(sources, logits.device)]
     lane_rows = rows[step.sampled].repeat_interleave(block_rows.shape[1])
     probs = sampling.probs(lane_rows, chosen_logits.flatten(0, 1), step.truncates)
     return probs, torch.arange(block_rows.numel(), device=logits.device).view_as(block_rows)
