@@ -132,6 +132,11 @@ class StepGraphs:
             PieceKey("accept", shape, width), lambda: self._accept(shape, width, verified)
         )
 
+    def serves(self, width: int) -> bool:
+        """Whether blocks of `width` rows run in these pieces. Captured ones take shorter blocks too, as caps: the draft
+        then fills its whole block, of which no more is verified."""
+        return width == self.width or (isinstance(self._step_runner, GraphRunner) and width < self.width)
+
     def shape(self, num_reqs: int, num_tokens: int | None) -> TierKey | None:
         """The shape for a step's requests and rows (None: without a draft); None past the grid."""
         return self.grid.plain_key(num_reqs) if num_tokens is None else self.grid.key(num_reqs, num_tokens)

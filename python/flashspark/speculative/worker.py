@@ -104,10 +104,10 @@ class SpeculativeWorker:
         """Runs one step and commits it on the device; the caller handles the tokens on the host."""
         members = self._who_drafts(batch)
         self.mark("draft" if members else "verify")
-        if self.graphs is not None and self.graphs.width in (1, self.width):
+        if self.graphs is not None and self.graphs.serves(self.width):
             shape = self.graphs.shape(len(batch.row_list), self._num_rows(batch) if members else None)
             if shape is not None:
-                return self._decode_in_shape(batch, self.graphs, shape, self.width if members else 1)
+                return self._decode_in_shape(batch, self.graphs, shape, self.graphs.width if members else 1)
         return self._decode(batch, members)
 
     def _num_rows(self, batch: StepBatch) -> int:
