@@ -39,6 +39,7 @@ from flashspark.kernels.pack_rows import pack_rows  # noqa: E402
 from flashspark.kernels.philox import step_uniforms  # noqa: E402
 from flashspark.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_write  # noqa: E402
 from flashspark.kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
+from flashspark.kernels.rope import rope_tables  # noqa: E402
 from flashspark.kernels.selector import selector_walk_with_feature, top_candidates  # noqa: E402
 from flashspark.kernels.silu_mul import silu_mul  # noqa: E402
 from flashspark.kernels.target_probs import adjust_logits, sample_categorical, target_probs  # noqa: E402
@@ -102,7 +103,8 @@ def heads(dtype: torch.dtype) -> None:
     num_rows, num_heads, num_kv_heads, dim = 6, 6, 2, 24
     qkv = randn(num_rows, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
     weight = randn(num_heads + num_kv_heads, dim, dtype=dtype)
-    tables = randn(num_rows, 1, dim, dtype=dtype), randn(num_rows, 1, dim, dtype=dtype)
+    positions = integers([[0], [1], [5], [700], [3], [40000]])
+    tables = rope_tables(positions, randn(dim), 1.0, dtype, "triton")
     qk_norm_rope(qkv, weight, 1e-6, *tables, num_kv_heads, 1.0, "triton")
     slots = integers([0, 0, 17, 40, 2, NUM_SLOTS - 1])
     pool = caches(num_kv_heads, dim, dtype)

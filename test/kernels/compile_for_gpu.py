@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from flashspark.kernels import estimator, qk_norm_rope, rms_norm, silu_mul
+from flashspark.kernels import estimator, qk_norm_rope, rms_norm, rope, silu_mul
 from flashspark.kernels.accept import accept_greedy, accept_sampled
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
@@ -67,7 +67,7 @@ def rows(n: int, dtype: torch.dtype) -> None:
     x = zeros(n, 4096, dtype=dtype)
     rms_norm.add_rms_norm(x, x, zeros(4096, dtype=dtype), 1e-6, "triton")
     silu_mul.silu_mul(zeros(n, 2 * 12288, dtype=dtype), "triton")
-    tables = zeros(n, 1, 128, dtype=dtype), zeros(n, 1, 128, dtype=dtype)
+    tables = rope.rope_tables(ids(n, 1), zeros(128, dtype=torch.float32), 1.0, dtype, "triton")
     qkv, weight, cache = (zeros(*shape, dtype=dtype) for shape in ((n, 48, 128), (40, 128), (64, 8, 128)))
     qk_norm_rope.qk_norm_rope(qkv, weight, 1e-6, *tables, 8, 1.0, "triton")
     qk_norm_rope.qk_norm_rope_write(

@@ -64,6 +64,18 @@ def tables(num_rows, dim, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize(("num_rows", "dim"), [(1, 16), (9, 128), (20, 24), (0, 8)])
+def test_rope_tables(dtype, num_rows, dim):
+    inverse = 1e6 ** (-torch.arange(0, dim, 2) / dim)
+    frequencies = torch.cat((-inverse, inverse)).to(DEVICE)
+    positions = integers([[(7919 * i) % 40960] for i in range(num_rows)]).view(num_rows, 1)
+    expected = rope_tables(positions, frequencies, 0.7, dtype, "torch")
+    got = rope_tables(positions, frequencies, 0.7, dtype, "triton")
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+
+
+@DTYPES
 @pytest.mark.parametrize(
     ("num_rows", "num_heads", "num_kv_heads", "dim"),
     [(1, 4, 2, 16), (5, 32, 8, 128), (3, 6, 2, 64), (4, 5, 1, 24), (3, 0, 2, 16)],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, BlockQueries, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
+from flashspark.kernels.matmul import choose
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 
@@ -49,6 +50,16 @@ class ModelRunner:
     def verify_backend(self) -> AttentionBackend:
         """What the target's attention runs on; start-up checks ask what it can do."""
         return self._backend
+
+    def choose_matmuls(self, row_counts: Sequence[int]) -> None:
+        """Measures how products of these numbers of rows are made (`kernels.matmul.choose`)."""
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        for model in (self.target, self.draft):
+            for linear in () if model is None else model.linears():
+                if linear.weight is not None and linear.bias is None:
+                    by_shape.setdefault(tuple(linear.weight.shape), []).append(linear.weight)
+        for weights in by_shape.values():
+            choose(weights, row_counts)
 
     def prefill(self, chunks: Sequence[PrefillChunk], reads_hidden: bool = False) -> Tensor | None:
         """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length.

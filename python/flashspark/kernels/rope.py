@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import Implementation, runs_triton
+
 
 def rope_tables(
-    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+    positions: Tensor,
+    frequencies: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `rope` multiplies with at `positions` (any shape S, integers): `(cos, sin)`, each S + [D].
 
@@ -15,6 +21,10 @@ def rope_tables(
     see the sign, and the sine comes out with the sign that each half needs. `scale` multiplies both (YaRN).
     Angles are taken in float32, as the models were trained.
     """
+    if runs_triton(positions, implementation):
+        from .triton import rope as twin
+
+        return twin.rope_tables(positions, frequencies, scale, dtype)
     angles = positions.unsqueeze(-1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:

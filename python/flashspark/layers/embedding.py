@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
-from flashspark.layers.linear import weight_matrix
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 # A tied table below this is kept a second time, transposed, for the head: 3 times faster with one row on a CPU.
@@ -23,9 +22,10 @@ class TokenTables:
         self.tied = tied
         self.table = torch.empty(vocab_size, hidden, dtype=dtype, device=device)
         self.head: Tensor | None = None  # [H, V]
-        copies = self.table.device.type == "cpu" and self.table.nbytes <= TRANSPOSED_COPY_BYTES
-        if not tied or copies:
-            self.head = weight_matrix(hidden, vocab_size, dtype=dtype, device=device)
+        if self.table.device.type != "cpu":  # as in the file
+            self.head = None if tied else torch.empty(vocab_size, hidden, dtype=dtype, device=device).t()
+        elif not tied or self.table.nbytes <= TRANSPOSED_COPY_BYTES:
+            self.head = torch.empty(hidden, vocab_size, dtype=dtype, device=device)
         self._half_head: HalfWeight | None = None
 
     def hold_half(self) -> None:

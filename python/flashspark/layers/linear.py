@@ -10,20 +10,8 @@ import torch
 from torch import Tensor
 
 from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
+from flashspark.kernels.matmul import matmul
 from flashspark.layers.parameters import NamedParameters, Parameter
-
-
-def weight_matrix(
-    in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """[in, out], uninitialised; in memory the way that the device multiplies fastest.
-
-    On a CPU the outputs of one input lie together: the product with one row is up to three times faster so. On a GPU
-    the inputs of one output do, as in the checkpoint: what cuBLAS has its best kernels for.
-    """
-    if torch.device(device).type == "cpu":
-        return torch.empty(in_features, out_features, dtype=dtype, device=device)
-    return torch.empty(out_features, in_features, dtype=dtype, device=device).t()
 
 
 class Linear:
@@ -42,7 +30,8 @@ class Linear:
         self.in_features = in_features
         self.parts = parts
         self.out_features = sum(parts.values())
-        self.weight: Tensor | None = weight_matrix(in_features, self.out_features, dtype=dtype, device=device)
+        # Stored [in, out]: the product with few rows is up to three times faster so on a CPU, 8 % on a GPU.
+        self.weight: Tensor | None = torch.empty(in_features, self.out_features, dtype=dtype, device=device)
         self.bias = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
         self._half: HalfWeight | None = None
 
@@ -52,7 +41,7 @@ class Linear:
             assert self._half is not None
             return half_linear(x, self._half)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = torch.mm(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
+        y = matmul(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def hold_half(self) -> None:

@@ -5,6 +5,8 @@ Its context is no text but the target's own hidden states: fused, and injected a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -194,11 +196,14 @@ class DFlashDraft:
 
     def hold_half(self) -> None:
         """After loading a checkpoint in half precision: hold the weights as it does (`kernels.half_linear`)."""
-        for linear in (self.fc, self.context.linear):
+        for linear in self.linears():
             linear.hold_half()
+
+    def linears(self) -> Iterator[Linear]:
+        """The products of context and layers."""
+        yield from (self.fc, self.context.linear)
         for layer in self.layers:
-            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
-                linear.hold_half()
+            yield from (*layer.attention.linears(), *layer.mlp.linears())
 
     def parameters(self) -> NamedParameters:
         """Every tensor of the checkpoint; k and v of the layers occur twice, for block rows and for context."""

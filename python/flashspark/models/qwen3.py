@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from flashspark.attention.interface import AttentionBackend, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
 from flashspark.layers.attention import MLP, AttentionProjections
 from flashspark.layers.embedding import TokenTables
+from flashspark.layers.linear import Linear
 from flashspark.layers.norm import RMSNorm
 from flashspark.layers.parameters import NamedParameters, prefixed
 from flashspark.layers.residual import ResidualStream
@@ -158,9 +160,13 @@ class Qwen3:
     def hold_half(self) -> None:
         """After loading a checkpoint in half precision: hold the weights as it does (`kernels.half_linear`)."""
         self.tables.hold_half()
+        for linear in self.linears():
+            linear.hold_half()
+
+    def linears(self) -> Iterator[Linear]:
+        """The layers' products."""
         for layer in self.layers:
-            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
-                linear.hold_half()
+            yield from (*layer.attention.linears(), *layer.mlp.linears())
 
     def parameters(self) -> NamedParameters:
         """Every tensor of the checkpoint, named without the `model.` prefix."""
