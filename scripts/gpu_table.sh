@@ -36,8 +36,8 @@ measure() { # NAME CONCURRENCY FLAGS…
   local name="$1" concurrency="$2"
   shift 2
   echo "== $name, concurrency $concurrency"
-  "$python" benchmark/gpu_serving.py --in-process --model-path "$pair/target" --draft "$pair/dflash2" \
-    --concurrency "$concurrency" --server-args="${SERVER_ARGS:-}" --resume --out "$out/$name.json" \
+  "$python" benchmark/gpu_serving.py --in-process --model-path "$pair/target" --draft "${draft:-$pair/dflash2}" \
+    --concurrency "$concurrency" --server-args="${SERVER_ARGS:-}${draft:+ --speculative-draft-load-format dummy}" --resume --out "$out/$name.json" \
     ${COMMIT:+--commit "$COMMIT"} "$@" 2>&1 |
     tee -a "$out/$name.log"
 }
@@ -45,7 +45,9 @@ measure() { # NAME CONCURRENCY FLAGS…
 for piece in "${pieces[@]}"; do
   measure table "$piece" ${table_args[@]+"${table_args[@]}"}
 done
-measure simulated 1,4,8,16,32,64,128 --simulate-accept 4
+# The peer's draft was a DFlash of the first kind.
+"$python" benchmark/peer_draft.py "$pair/dflash2" "$pair/peer-draft"
+draft="$pair/peer-draft" measure simulated 1,4,8,16,32,64,128 --simulate-accept 4
 
 if "$python" -c 'import matplotlib' 2>/dev/null; then
   "$python" benchmark/plot_serving.py "$out/table.json" --out "$out/table.svg"

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from flashspark.demo import DEMO_MODELS
 from flashspark.ipc import FinishReason, RequestOutput
+from flashspark.models.config import DraftConfig
 from flashspark.scheduler.step_record import StepRecord
 from tiny_models import write_dflash2, write_target
 
@@ -24,6 +26,7 @@ import gpu_serving
 from closed_loop import Load, Segment, run_load
 from engines import MIN_STEPS, InProcessEngine, Run
 from gpu_serving import Point, Results, figures_of, parse, points_of
+from peer_draft import plain_config
 from prompt_files import cut_to
 
 
@@ -281,3 +284,11 @@ def test_the_summary_compares_with_the_best_fixed_length_and_the_peer(capsys):
     shown = capsys.readouterr().out
     assert "compact / static:3 1.100" in shown
     assert "c=1    static 617.9 / 617.9 = 1.000, off 399.0 / 199.5 = 2.000" in shown
+
+
+def test_the_peers_draft_is_a_dflash_of_the_first_kind(tmp_path):
+    values = json.loads((DEMO_MODELS["demo-dflash2"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(plain_config(values)))
+    config, origin = DraftConfig.load(tmp_path), DraftConfig.load(DEMO_MODELS["demo-dflash2"])
+    assert config.family == "dflash" and config.gamma == origin.gamma
+    assert config.hidden_size == origin.hidden_size and config.target_layer_ids == origin.target_layer_ids
