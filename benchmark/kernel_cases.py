@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashspark.kernels import estimator
 from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.accept_step import accept_step
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
 from flashspark.kernels.markov_walk import MarkovWeights, markov_walk
@@ -140,6 +141,7 @@ class Cases:
         yield self.gate(num_reqs)
         yield self.largest_logits(num_reqs, 1, num_reqs * self.g.width)
         yield self.accept_greedy(num_reqs)
+        yield self.accept_step(num_reqs)
         yield self.target_probs(num_reqs, "neutral", 0, 1.0)
         yield self.target_probs(num_reqs, "top-p", 0, 0.9)
         yield self.target_probs(num_reqs, "top-k", 50, 1.0)
@@ -365,6 +367,21 @@ class Cases:
             return partial(accept_greedy, x.ids(2, num_reqs, g.width), x.ids(2, num_reqs, g.gamma), lens)
 
         return Case("accept, greedy", num_reqs, make, num_reqs * (2 * g.gamma + 5) * 8)
+
+    def accept_step(self, num_reqs: int) -> Case:
+        """Full blocks, drafts that are often right; lengths, anchors and step indices move on."""
+        g, num_rows = self.g, num_reqs * self.g.width
+
+        def make(seed: int) -> Call:
+            x = self._inputs(seed)
+            best = x.ids(2, num_rows), x.randn(num_rows, dtype=torch.float32)
+            block_rows = torch.arange(num_rows, device=self.device).view(num_reqs, g.width)
+            drafts, lens = x.ids(2, num_reqs, g.gamma), self._lens([g.width] * num_reqs)
+            state = [self._lens([0] * (num_reqs + 1)) for _ in range(3)]
+            rows = torch.arange(num_reqs, device=self.device)
+            return partial(accept_step, *best, block_rows, drafts, lens, rows, *state, num_reqs)
+
+        return Case("accept step", num_reqs, make, num_reqs * (g.width * 28 + g.gamma * 8 + 73))
 
     def accept_sampled(self, num_reqs: int) -> Case:
         """Full blocks, candidates of the selector; one row of p per request is drawn from."""

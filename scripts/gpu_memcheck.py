@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT / "python"))
 
 from flashspark.kernels import estimator  # noqa: E402
 from flashspark.kernels.accept import accept_greedy, accept_sampled  # noqa: E402
+from flashspark.kernels.accept_step import accept_step  # noqa: E402
 from flashspark.kernels.allocate import allocate  # noqa: E402
 from flashspark.kernels.block_conv import dynamic_block_conv  # noqa: E402
 from flashspark.kernels.commit_rows import commit_rows  # noqa: E402
@@ -212,8 +213,17 @@ def acceptance() -> None:
     accept_greedy(token_ids(NUM_REQS, width), token_ids(NUM_REQS, GAMMA), lens, "triton")
     starts = lens.cumsum(0) - lens
     block_rows = starts[:, None] + torch.minimum(torch.arange(width, device=DEVICE), lens[:, None] - 1)
-    probs = torch.softmax(randn(num_rows, VOCAB_SIZE), -1)
     drafts = token_ids(NUM_REQS, GAMMA)
+    best_ids, best_logits, rows = token_ids(num_rows), randn(num_rows), integers([3, 0, 4, 4, 1])
+    for rows_of_block, drafted, cutoff, simulated in (
+        (block_rows, drafts, lens, None),
+        (block_rows, drafts, lens, lens - 1),
+        (block_rows[:, :1], drafts[:, :0], lens // lens, None),
+    ):
+        context, anchors, steps = (integers(list(range(NUM_REQS))) for _ in range(3))  # the last is scratch
+        block = best_ids, best_logits, rows_of_block, drafted, cutoff
+        accept_step(*block, rows, context, anchors, steps, NUM_REQS - 1, simulated, "triton")
+    probs = torch.softmax(randn(num_rows, VOCAB_SIZE), -1)
     uniforms = rand(NUM_REQS, width, 2, dtype=torch.float64)
     for ids, q in (
         (token_ids(NUM_REQS, GAMMA, K), rand(NUM_REQS, GAMMA, K)),

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from flashspark.kernels import estimator, qk_norm_rope, rms_norm, rope, silu_mul
 from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.accept_step import accept_step
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
 from flashspark.kernels.commit_rows import commit_rows
@@ -118,6 +119,9 @@ def tokens(n: int, dtype: torch.dtype) -> None:
     counts = scores.to(torch.int32)
     adjust_logits(scores, counts, marks, values, values, values, scores, marks, "triton")
     accept_greedy(ids(n, 8), ids(n, 7), ids(n), "triton")
+    for width, simulated in ((8, None), (8, ids(n)), (1, None)):
+        block = ids(8 * n), floats(8 * n), ids(n, width), ids(n, width - 1), ids(n)
+        accept_step(*block, ids(n), ids(n + 1), ids(n + 1), ids(n + 1), n, simulated, "triton")
     for candidate_ids, k in ((ids(n, 7, 16), 16), (None, VOCAB_SIZE)):
         args = (floats(n, VOCAB_SIZE), ids(n, 8), ids(n, 7), candidate_ids, floats(n, 7, k), ids(n))
         accept_sampled(*args, doubles(n, 7), doubles(n, 8), "triton")

@@ -42,6 +42,18 @@ def accept_greedy(
     return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1), num_matched
 
 
+def all_finite(best_logits: Tensor, verify_lens: Tensor) -> Tensor:
+    """Whether the largest logits of all rows below the cutoff are finite: float [R, W], int64 [R] -> bool [R]."""
+    is_cut = torch.arange(best_logits.shape[1], device=best_logits.device) >= verify_lens[:, None]
+    return (best_logits.isfinite() | is_cut).all(1)
+
+
+def block_tokens(drafts: Tensor, num_accepted: Tensor, following: Tensor) -> Tensor:
+    """`drafts` [R, gamma] with the following token [R] at `num_accepted` [R]: int64 [R, gamma + 1]."""
+    tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
+    return tokens.scatter_(1, num_accepted[:, None], following[:, None])
+
+
 def accept_sampled(
     probs: Tensor,
     block_rows: Tensor,

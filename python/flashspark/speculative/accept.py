@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashspark.engine.request_rows import RequestRows
 from flashspark.engine.upload import upload
-from flashspark.kernels.accept import accept_greedy, accept_sampled
+from flashspark.kernels.accept import accept_greedy, accept_sampled, all_finite, block_tokens
 from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.token_mask import apply_token_masks
 from flashspark.kernels.top_tokens import best_tokens
@@ -76,8 +76,7 @@ def accept(
     best_ids, best_logits = best_tokens(logits)
     target_ids = best_ids[layout.block_rows]
     # Rows past the cutoff, which cap-accept computes too, may be anything. The maximum of a row with a NaN is NaN.
-    is_cut = torch.arange(drafts.shape[1] + 1, device=drafts.device) >= verify_lens[:, None]
-    is_finite = (best_logits.isfinite()[layout.block_rows] | is_cut).all(1)
+    is_finite = all_finite(best_logits[layout.block_rows], verify_lens)
     adjusted_logits: Tensor | None = None
     if step.adjusted is not None:
         chosen = step.adjusted
@@ -88,7 +87,7 @@ def accept(
             places = masks.places(step.adjusted_list, adjusted_logits.shape[1])
             apply_token_masks(adjusted_logits.flatten(0, 1), places, masks.masks)
         target_ids[chosen], best_logits = best_tokens(adjusted_logits)
-        is_finite[chosen] &= (best_logits.isfinite() | is_cut[chosen]).all(1)
+        is_finite[chosen] &= all_finite(best_logits, verify_lens[chosen])
     num_accepted, following, num_matched = accept_greedy(target_ids, drafts, verify_lens)
 
     if step.sampled is not None:
@@ -109,10 +108,8 @@ def accept(
     if simulated is not None:
         num_accepted = torch.minimum(simulated, verify_lens - 1)
         following = target_ids.gather(1, num_accepted[:, None]).squeeze(1)
-    tokens = torch.cat((drafts, drafts.new_zeros(drafts.shape[0], 1)), dim=1)
-    tokens.scatter_(1, num_accepted[:, None], following[:, None])
     return Accepted(
-        tokens=tokens,
+        tokens=block_tokens(drafts, num_accepted, following),
         num_tokens=num_accepted + 1,
         verify_lens=verify_lens,
         num_rows_run=logits.shape[0],

@@ -140,6 +140,11 @@ class SamplingRows:
         self._special_rows.discard(row)
 
     @property
+    def steps(self) -> Tensor:
+        """Index of each row's next step, int64 [max_reqs + 1]; a commit adds 1."""
+        return self._steps
+
+    @property
     def num_assigned(self) -> int:
         """Rows in use."""
         return len(self._params)
@@ -181,13 +186,8 @@ class SamplingRows:
         """What a drafter asks of `rows` int64 [R]: who is greedy, bool [R], and the temperature, float32 [R]."""
         return self._greedy[rows], self._temperature[rows]
 
-    def greedy_step(self, rows: Tensor) -> StepSampling:
-        """The view of a step in which everybody is plain: greedy, nothing adjusted, nothing reported."""
-        greedy, temperature = self.draft_settings(rows)
-        return StepSampling(greedy, temperature, None, None, [], [], ([], []), False, None, {}, {})
-
     def is_plain(self, row_list: Sequence[int]) -> bool:
-        """Whether `greedy_step` tells all about these rows."""
+        """Whether these rows are all greedy, with nothing adjusted and nothing reported."""
         return self._special_rows.isdisjoint(row_list)
 
     def draws(self, row_list: Sequence[int]) -> bool:

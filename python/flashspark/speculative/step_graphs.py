@@ -20,9 +20,11 @@ from torch import Tensor
 from flashspark.engine.graph_runner import GraphRunner, StepRunner
 from flashspark.engine.model_runner import ModelRunner
 from flashspark.engine.upload import upload
+from flashspark.kernels.accept_step import accept_step
 from flashspark.kernels.allocate import allocate
+from flashspark.kernels.top_tokens import best_tokens
 
-from .accept import AcceptRule, accept, commit
+from .accept import AcceptRule
 from .confidence import ConfidenceSource
 from .drafter import Drafter
 from .layout import pack
@@ -174,21 +176,21 @@ class StepGraphs:
     def _accept(self, shape: TierKey, width: int, verified: VerifyPiece) -> Accepted:
         state, rows = self._runner.request_rows, self.rows(shape.num_slots)
         drafts = self._drafts[: shape.num_slots, : width - 1]
-        step = self._sampling.greedy_step(rows)
-        accepted = accept(
-            verified.logits,
-            verified.layout,
-            DraftBlock(drafts, None, self._confidence[: shape.num_slots, : width - 1, None]),
+        tokens, num_tokens, is_finite, num_matched = accept_step(
+            *best_tokens(verified.logits),
+            verified.layout.block_rows,
+            drafts,
             self.rule.cutoff(verified.cutoff),
             rows,
-            state.context_lens[rows],
-            self._sampling,
-            step,
-            simulated=self.rule.simulated(self._sampling, rows),
+            state.context_lens,
+            state.anchors,
+            self._sampling.steps,
+            state.scratch_row,
+            self.rule.simulated(self._sampling, rows),
         )
-        commit(state, self._sampling, rows, step, accepted)
-        state.context_lens[-1:].zero_()
-        return replace(accepted, verify_lens=verified.cutoff)
+        return Accepted(
+            tokens, num_tokens, verified.cutoff, verified.logits.shape[0], is_finite, num_matched, drafts
+        )
 
     def capture(self, signals: Sequence[bool], on_progress: Callable[[int, int], None]) -> int:
         """Captures every piece that steps can ask for, largest first; returns how many.
