@@ -1,0 +1,149 @@
+"""Writes the GPU's tables of docs/performance.md from the files under benchmark/results, and the plot beside them.
+
+    python scripts/performance_tables.py [--check]
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. `--check` writes nothing and fails where the page
+says something else than the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def load(name: str) -> dict[str, Any]:
+    """A file of recorded results."""
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return content
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def serving() -> str:
+    """Arms over static by workload and concurrency, and what compact did."""
+    points = sorted(
+        load("gpu_serving_h200.json")["points"],
+        key=lambda row: (row["prompts"], row["temperature"], row["concurrency"]),
+    )
+    rows = []
+    for row in points:
+        static, compact, off = (row["arms"][arm] for arm in ("static", "compact", "off"))
+        low, high = compact["interval"]
+        share = compact["share"]
+        rows.append(
+            [
+                f"{row['prompts']}, T = {row['temperature']:g}",
+                str(row["concurrency"]),
+                *(f"{arm['decode_rate']:,.0f}" for arm in (static, compact, off)),
+                f"{compact['ratio']:.3f}",
+                f"{low:.3f} … {high:.3f}",
+                f"{compact['decode_rate'] / off['decode_rate']:.2f}",
+                f"{row['oracle']:.2f}",
+                f"{share:.2f}" if row["oracle"] > 1.05 else "–",
+                f"{static['accept_length']:.2f}, {compact['accept_length']:.2f}",
+                f"{compact['verified']:.1f}",
+                f"{compact['draft_free']:.0%}",
+            ]
+        )
+    head = (
+        *("workload", "requests", "static, tokens/s", "compact", "no speculation", "compact / static"),
+        *("seen", "compact / no speculation", "oracle", "share of its gain", "accepted, static and compact"),
+        *("rows verified of 8", "steps without a draft"),
+    )
+    return table(head, rows)
+
+
+def peer() -> str:
+    """Simulated acceptance against the peer's figures."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    from gpu_serving import PEER
+
+    rows = []
+    for row in sorted(load("gpu_simulated_h200.json")["points"], key=lambda row: row["concurrency"]):
+        plain, drafted = PEER[row["concurrency"]]
+        cells = [str(row["concurrency"])]
+        for arm, theirs in (("off", plain), ("static", drafted)):
+            ours = row["arms"][arm]
+            cells += [f"{ours['decode_rate']:,.0f}", f"{theirs:,.0f}", f"{ours['decode_rate'] / theirs:.3f}"]
+        rows.append(cells)
+    head = ("requests", "plain, tokens/s", "peer", "ratio", "full blocks, tokens/s", "peer", "ratio")
+    return table(head, rows)
+
+
+def inflated() -> str:
+    """The widened pair against the shipped one."""
+    rows = [
+        [
+            record["draft"],
+            f"{record['temperature']:g}",
+            str(record["blocks"]),
+            f"{record['small']:.3f}",
+            f"{record['wide']:.3f}",
+            f"{record['ratio']:.4f}",
+            *(f"{value:.0f}" for value in record["largest_extra_logit"].values()),
+        ]
+        for record in load("inflated_8b_h200.json")["records"]
+    ]
+    head = ("draft", "T", "paired blocks", "shipped", "wide", "ratio", "largest extra logit, target", "draft")
+    return table(head, rows)
+
+
+def kernels() -> str:
+    """Each kernel's time beside its floor."""
+    by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in load("kernels_h200.json")["kernels"]:
+        by_name.setdefault(record["kernel"], {})[record["num_reqs"]] = record
+    sizes = sorted({size for cells in by_name.values() for size in cells})
+    rows = [
+        [name, *(f"{cells[size]['us']:.1f} ({cells[size]['floor_us']:.1f})" for size in sizes)]
+        for name, cells in sorted(by_name.items())
+    ]
+    return table(("kernel, µs (floor)", *(f"{size} requests" for size in sizes)), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "serving": serving,
+    "peer": peer,
+    "inflated": inflated,
+    "kernels": kernels,
+}
+
+
+def filled(page: str) -> str:
+    """`page` with every table as the files have it."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, page, flags=re.S)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail where the page is not what would be written")
+    options = parser.parse_args()
+    page = PAGE.read_text()
+    wanted = filled(page)
+    if options.check:
+        return int(page != wanted)
+    PAGE.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
