@@ -99,7 +99,8 @@ class DFlash2Drafter(DFlashDrafter):
         with_signal: bool = False,
     ) -> DraftBlock:
         """See `Drafter`."""
-        hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
+        # In one piece, which head and selector both read.
+        hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:].contiguous()
         ids, scores = self._candidates(hidden, self._selector.top_k)
         walk = (
             scores,
@@ -110,7 +111,7 @@ class DFlash2Drafter(DFlashDrafter):
             self._selector.successor_codebook,
             temperature,
             greedy,
-            scores[..., 0] if uniforms is None else uniforms,  # nobody reads noise when every row is greedy
+            scores if uniforms is None else uniforms,  # nobody reads noise when every row is greedy
             uniforms is not None,
         )
         if not with_signal:
