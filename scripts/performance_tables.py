@@ -135,7 +135,9 @@ def filled(page: str) -> str:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="fail where the page is not what would be written")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where the page is not what would be written"
+    )
     options = parser.parse_args()
     page = PAGE.read_text()
     wanted = filled(page)

@@ -20,10 +20,11 @@ def test_a_cpu_and_float32_have_no_choice():
 
 
 def test_the_quicker_library_is_chosen_if_it_is_worth_it(monkeypatch):
-    times = {(1, "cublas"): 1.0, (1, "cublaslt"): 0.9, (2, "cublas"): 1.0, (2, "cublaslt"): 0.995}
+    times = {(rows, library): 1.0 for rows in (1, 2, 3) for library in module.LIBRARIES}
+    times |= {(1, "cublaslt"): 0.9, (2, "cublaslt"): 0.995, (3, "cublas"): 0.8, (3, "cublaslt"): 0.9}
     monkeypatch.setattr(module, "_measure", lambda x, weights, library: times[x.shape[0], library])
-    choose([torch.empty(6, 4, dtype=torch.bfloat16, device="meta")], [1, 2])
-    assert chosen() == {(1, 6, 4): "cublaslt", (2, 6, 4): "cublas"}
+    choose([torch.empty(6, 4, dtype=torch.bfloat16, device="meta")], [1, 2, 3])
+    assert chosen() == {(1, 6, 4): "cublaslt", (2, 6, 4): "default", (3, 6, 4): "cublas"}
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

@@ -292,3 +292,14 @@ def test_the_peers_draft_is_a_dflash_of_the_first_kind(tmp_path):
     config, origin = DraftConfig.load(tmp_path), DraftConfig.load(DEMO_MODELS["demo-dflash2"])
     assert config.family == "dflash" and config.gamma == origin.gamma
     assert config.hidden_size == origin.hidden_size and config.target_layer_ids == origin.target_layer_ids
+
+
+def test_the_page_says_what_was_recorded_on_the_gpu():
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    import performance_tables
+
+    page = performance_tables.PAGE.read_text()
+    assert performance_tables.filled(page) == page
+    assert {name for name in performance_tables.TABLES if f"<!-- table: {name} -->" in page} == set(
+        performance_tables.TABLES
+    )

@@ -1,8 +1,9 @@
 """Products of rows with a weight, by whichever library is quickest for their shape.
 
-PyTorch has two libraries for a GPU's half-precision products, cuBLAS and cuBLASLt. Neither is always the better: on an
-H200 the second is 4 % faster at 1,024 rows of Qwen3-8B's layers and 3 % slower at 448. Which one runs is chosen by
-measuring, shape by shape, before steps are captured; a captured product keeps the choice.
+PyTorch has two libraries for a GPU's half-precision products, cuBLAS and cuBLASLt, and an idea of its own of which to
+take. None is always the best: on an H200 the second is 4 % faster than the first at 1,024 rows of Qwen3-8B's layers and
+3 % slower at 448. What runs is chosen by measuring, shape by shape, before steps are captured; a captured product keeps
+the choice.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LIBRARIES = ("cublas", "cublaslt")
+LIBRARIES = ("default", "cublas", "cublaslt")  # the first is PyTorch's own choice
 CALLS = 6  # of a measurement, each over another weight where there are several: no cache holds them all
 REPEATS = 3
-MARGIN = 0.99  # of the usual library's time, which the other one has to beat
+MARGIN = 0.99  # of the time of PyTorch's choice, which another one has to beat
 
 _chosen: dict[tuple[int, int, int], str] = {}  # (rows, in, out)
 
@@ -51,7 +52,7 @@ def chosen() -> dict[tuple[int, int, int], str]:
 
 
 class _Library:
-    """Makes products within it go to one library; None: to the usual one."""
+    """Makes products within it go to one library; None: to PyTorch's choice."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name or LIBRARIES[0]
