@@ -143,6 +143,45 @@ def test_full_budget_runs_the_same_pieces_in_every_mode(folders):  # noqa: F811
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_cap_accept_runs_what_a_live_cap_does_not_verify(folders, drafts):  # noqa: F811
+    """So that it knows what would have been accepted."""
+
+    def run(pieces: bool) -> list[tuple[list[int], int | None]]:
+        harness = make(folders, drafts["dspark"], VerifyMode.CAP_ACCEPT)
+        harness._worker.adaptive.planner.limit(3)
+        harness._worker.adaptive.planner.pin(1.0)
+        if pieces:
+            in_pieces(harness)
+        results = harness.run([Job(p, 40) for p in prompts(7)])
+        assert all(record.plan.verify.full for record in harness.scheduler.records if record.num_reqs)
+        return [(result.tokens, result.stats.num_uncapped_tokens) for result in results]
+
+    expected = run(False)
+    assert run(True) == expected
+    assert sum(uncapped for _, uncapped in expected) > 7 * 40
+
+
+def test_records_of_shorter_blocks(folders):  # noqa: F811
+    """Captured drafts fill their whole block; records tell of as many as the width has."""
+    harness = Harness(folders["target"], folders["dflash2"])
+    harness.scheduler.keep_records(("core", "reqs"))
+    assert harness.scheduler.set_internal_state({"speculative_num_draft_tokens": 3}) is None
+    graphs = in_pieces(harness)
+    graphs.width, harness._worker.drafter.gamma = WIDTH, WIDTH - 1  # as they were captured
+    graphs._drafts = torch.zeros(graphs.grid.buckets[-1], WIDTH - 1, dtype=torch.int64)
+    graphs.grid = TierGrid(TierRule(WIDTH, graphs.grid.rule.max_num_reqs))
+    graphs.serves = lambda width: True
+    harness.run([Job(p, 20, sampling={"temperature": i % 2, "seed": i}) for i, p in enumerate(prompts(3))])
+    drafted = [
+        record.draft_tokens
+        for step in harness.scheduler.records
+        for record in step.reqs
+        if record.draft_tokens is not None
+    ]
+    assert len(drafted) > 10
+    assert {len(tokens) for tokens in drafted} == {2}
+
+
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_what_is_captured_is_what_steps_ask_for(width):
     """For every batch and every number of rows a plan may give it, and nothing beyond."""

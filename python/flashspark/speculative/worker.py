@@ -136,7 +136,8 @@ class SpeculativeWorker:
             accepted = first_requests(graphs.accept(shape, width, verified), num_reqs)
         else:
             accepted = self._accept_apart(batch, verified, block, width)
-        accepted = replace(accepted, confidence=confidence)
+        # Captured blocks are as wide as the draft's own, whatever the width is at present.
+        accepted = replace(accepted, confidence=confidence, drafts=accepted.drafts[:, : self.gamma])
         if self.adaptive is not None and confidence is not None:
             self.adaptive.source.observe(rows, row_list, accepted.num_tokens - 1, accepted.verify_lens)
         return accepted
@@ -146,10 +147,13 @@ class SpeculativeWorker:
         plan, caps = batch.plan, batch.cap_list
         if plan is None or self.adaptive is None:
             return StepNumbers(batch.row_list, caps, caps, caps, 0)
-        if plan.verify.full or not plan.draft:
+        if not plan.draft:
             return StepNumbers(batch.row_list, plan.caps, plan.caps, plan.caps, 0)
-        assert plan.verify.budget is not None, "a plan without a budget verifies everything"
+        # A plan may cap what is verified below what requests can use, and cap-accept runs all of that.
         least_run = [0] * len(caps) if self.mode is VerifyMode.COMPACT else caps
+        if plan.verify.full:
+            return StepNumbers(batch.row_list, plan.caps, plan.caps, least_run, 0)
+        assert plan.verify.budget is not None, "a plan without a budget verifies everything"
         return StepNumbers(batch.row_list, plan.caps, plan.floors, least_run, plan.verify.budget)
 
     def _accept_apart(
