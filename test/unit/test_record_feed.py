@@ -12,6 +12,7 @@ from flashspark.ipc import SchedulerReady
 from flashspark.scheduler.process import prepare_profiling
 from flashspark.scheduler.record_feed import FeedHeader, RecordFeed
 from flashspark.scheduler.step_record import StepRecord
+from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.tiers import TierGrid, TierRule
 from harness import Harness, Job, Result, to_message
@@ -128,7 +129,7 @@ def test_static_steps_of_a_scheduler(pair):
     engine = harness(pair)
     assert engine.scheduler.info_record() is None
     engine.scheduler.keep_records(BOTH)
-    engine.scheduler.accept_no_drafts()
+    engine._worker.rule = AcceptRule(0.0)
     engine.run(jobs())
     width = engine._worker.width
     records = records_of(engine)
@@ -147,7 +148,7 @@ def test_pinned_steps_run_the_pinned_rows(pair):
     width = engine._worker.width
     engine.make_adaptive(VerifyMode.COMPACT, grid=TierGrid(TierRule(width, 4)))
     engine.scheduler.keep_records(BOTH, 1.0)
-    engine.scheduler.accept_no_drafts()
+    engine._worker.rule = AcceptRule(0.0)
     assert engine.scheduler.set_internal_state({"dspark_force_budget_frac": 0.5}) is None
     results = engine.run(jobs())
     assert [result.steps for result in results] == [[1] * 12] * 3
@@ -169,7 +170,7 @@ def test_no_draft_is_accepted_and_the_target_still_decides(pair, temperature):
     sampling = {"temperature": temperature, "seed": 3}
     plain = Harness(pair[0], max_running_requests=4, max_total_tokens=1024).run(jobs(sampling=sampling))
     engine = harness(pair)
-    engine.scheduler.accept_no_drafts()
+    engine._worker.rule = AcceptRule(0.0)
     results = engine.run(jobs(sampling=sampling))
     assert [result.steps for result in results] == [[1] * 12] * 3
     assert all(result.stats.num_accepted == 0 < result.stats.num_drafted for result in results)

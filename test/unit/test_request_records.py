@@ -10,6 +10,7 @@ import pytest
 
 from flashspark.scheduler.record_feed import FeedHeader, RecordFeed
 from flashspark.scheduler.step_record import StepRecord
+from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import PlainStepCosts
 from flashspark.speculative.looks import LookRule
@@ -184,7 +185,7 @@ def test_uncapped_length_is_the_accept_length_where_nothing_is_cut(folders):  # 
 
 def test_simulated_steps_do_not_say_what_was_cut(folders):  # noqa: F811
     harness = engine_of(folders, VerifyMode.CAP_ACCEPT)
-    harness.scheduler.accept_no_drafts()
+    harness._worker.rule = AcceptRule(0.0)
     (result,) = harness.run([Job(prompts(1)[0], 10)])
     assert result.stats.num_uncapped_tokens is None
 

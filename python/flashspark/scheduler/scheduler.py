@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from flashspark.engine.model_runner import PrefillChunk
 from flashspark.ipc import FinishReason, GenerateRequest, RequestOutput, SchedulerMetrics, StateValue
-from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.sts_records import CollectingHead
 from flashspark.speculative.types import Logprobs
 from flashspark.speculative.worker import SpeculativeWorker
@@ -199,10 +198,6 @@ class Scheduler:
         """Everybody gives up row and pages and returns to the queue."""
         self.settle()
         self.residency.retract_all()
-
-    def accept_no_drafts(self) -> None:
-        """From now on every step commits one token per request, whatever was drafted: for measuring step times."""
-        self._worker.rule = AcceptRule(0.0)
 
     def close(self) -> None:
         """After the last step: writes the confidence records that waited for more."""
