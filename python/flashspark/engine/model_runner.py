@@ -51,6 +51,11 @@ class ModelRunner:
         """What the target's attention runs on; start-up checks ask what it can do."""
         return self._backend
 
+    @property
+    def draft_backend(self) -> AttentionBackend:
+        """The same of the draft's."""
+        return self._draft_backend
+
     def choose_matmuls(self, row_counts: Sequence[int]) -> None:
         """Measures how products of these numbers of rows are made (`kernels.matmul.choose`)."""
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}

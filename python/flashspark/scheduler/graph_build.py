@@ -11,6 +11,7 @@ from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.engine.build import Engine
 from flashspark.engine.graph_runner import make_step_runner, used_bytes
+from flashspark.engine.model_runner import ModelRunner
 from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.confidence import ConfidenceSource
@@ -59,6 +60,22 @@ def accept_rule(mode: VerifyMode, width: int) -> AcceptRule:
     return AcceptRule(length - 1.0)
 
 
+def check_backends(runner: ModelRunner) -> None:
+    """Whether steps on the runner's attention backends can be captured.
+
+    Raises:
+        ValueError: one cannot; which, and the remedy.
+    """
+    backends = {"--attention-backend": runner.verify_backend}
+    if runner.draft is not None:
+        backends["--speculative-draft-attention-backend"] = runner.draft_backend
+    for flag, backend in backends.items():
+        if not backend.capabilities.supports_ragged_verify_graph:
+            raise ValueError(
+                f"{flag} {backend.name} cannot be captured in CUDA graphs: use triton, or --disable-cuda-graph"
+            )
+
+
 def build_graphs(
     args: ServerArgs,
     engine: Engine,
@@ -74,11 +91,8 @@ def build_graphs(
     runner = make_step_runner(device, captures)
     if runner is None:
         return None
-    backend = engine.runner.verify_backend
-    if captures and not backend.capabilities.supports_ragged_verify_graph:
-        raise ValueError(
-            f"--attention-backend {backend.name} cannot be captured in CUDA graphs: use triton, or --disable-cuda-graph"
-        )
+    if captures:
+        check_backends(engine.runner)
     eps = PlannerSettings(worker.gamma).survival_eps if worker.gamma else 0.0
     graphs = StepGraphs(
         engine.runner, worker.sampling, worker.drafter, source, grid, eps, runner, worker.rule
