@@ -20,10 +20,13 @@ from flashspark.api.openai_prompts import completion_prompts, render_chat
 from flashspark.api.protocol import ChatBody, ChatMessage, CompletionBody, GenerateBody, SamplingFields
 from flashspark.api.sampling import Lengths, Limits, sampling_params
 from flashspark.args import ArgumentError, ServerArgs, parse_args
+from flashspark.attention.interface import AttentionCapabilities
 from flashspark.demo import DEMO_MODELS
+from flashspark.engine.capacity import decide_capacity, gpu_memory
 from flashspark.ipc import GenerateRequest, SamplingParams
 from flashspark.kernels.target_probs import sample_categorical
 from flashspark.scheduler import build
+from flashspark.scheduler.graph_build import check_backends
 from flashspark.scheduler.request import Request, StopChecker
 from flashspark.text import TextTokenizer
 from harness import Harness, Job
@@ -222,9 +225,45 @@ def test_pools_that_do_not_fit_name_their_flags(monkeypatch, error):
     monkeypatch.setattr(build, "build_engine", Mock(side_effect=error))
     with pytest.raises(ValueError, match="lower one of --max-total-tokens 640, --max-running-requests"):
         build.build_scheduler(ServerArgs(model_path="demo", max_total_tokens=640), print)
-    monkeypatch.setattr(build, "build_engine", Mock(side_effect=RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match=r"^a bug$"):
-        build.build_scheduler(ServerArgs(model_path="demo"), print)
+    for bug in (RuntimeError("a bug"), torch.AcceleratorError("an illegal memory access")):
+        monkeypatch.setattr(build, "build_engine", Mock(side_effect=bug))
+        with pytest.raises(RuntimeError, match=f"^{bug}$"):
+            build.build_scheduler(ServerArgs(model_path="demo"), print)
+
+
+def test_a_gpu_that_is_too_small_names_its_flags(monkeypatch):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+    monkeypatch.setattr(build, "build_engine", Mock(side_effect=error))
+    with pytest.raises(ValueError, match=r"--page-size 16, --mem-fraction-static 0\.9 \(CUDA out"):
+        build.build_scheduler(ServerArgs(model_path="demo", mem_fraction_static=0.9), print)
+    memory = gpu_memory(3 << 30, 4 << 30, 0.88, 1 << 20)
+    with pytest.raises(
+        ValueError, match=r"--mem-fraction-static 0\.88 of 4\.0 GiB.*: raise --mem-fraction-static"
+    ):
+        decide_capacity(None, 1024, 48, 16, 1 << 14, memory)
+    with pytest.raises(
+        ValueError, match=r"\(--max-total-tokens\).*: raise --max-total-tokens or lower --page-size"
+    ):
+        decide_capacity(3, 1024, 48, 16, 1 << 14, memory)
+
+
+@pytest.mark.parametrize("drafts_on", [None, "torch_native"])
+def test_a_backend_that_cannot_be_captured_is_refused_by_its_flag(drafts_on):
+    """The draft's too: a capture that fails on the way says nothing of use."""
+    harness = Harness("demo", "demo-dflash2", max_running_requests=2, max_total_tokens=64, device="cpu")
+    runner = harness._worker.runner
+    runner._backend = SimpleNamespace(
+        name="graphic", capabilities=AttentionCapabilities(True, drafts_on is not None, True)
+    )
+    flag = (
+        "--speculative-draft-attention-backend torch_native" if drafts_on else "--attention-backend graphic"
+    )
+    with pytest.raises(ValueError, match=f"^{flag} cannot be captured in CUDA graphs: use triton"):
+        check_backends(runner)
+    runner._backend = runner._draft_backend = SimpleNamespace(
+        name="graphic", capabilities=AttentionCapabilities(True, True, True)
+    )
+    check_backends(runner)
 
 
 def test_a_shipped_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):

@@ -18,12 +18,15 @@ class KVMemory:
 
     num_bytes: int
     reason: str
+    remedy: str  # where they are too few for anything
 
 
 def cpu_memory(num_bytes: int) -> KVMemory:
     """A share of the machine's memory."""
     reason = f"{CPU_MEMORY_SHARE:.0%} of {num_bytes / 2**30:.1f} GiB memory"
-    return KVMemory(int(num_bytes * CPU_MEMORY_SHARE), reason)
+    return KVMemory(
+        int(num_bytes * CPU_MEMORY_SHARE), reason, "give --max-total-tokens, or use a smaller model"
+    )
 
 
 def gpu_memory(free_bytes: int, total_bytes: int, fraction: float, logits_bytes: int) -> KVMemory:
@@ -33,7 +36,8 @@ def gpu_memory(free_bytes: int, total_bytes: int, fraction: float, logits_bytes:
         f"--mem-fraction-static {fraction:g} of {total_bytes / 2**30:.1f} GiB, less weights and "
         f"{(GRAPH_BYTES + logits_bytes) / 2**30:.1f} GiB for graphs"
     )
-    return KVMemory(max(num_bytes, 0), reason)
+    remedy = "raise --mem-fraction-static, lower --max-running-requests, or use --device cpu"
+    return KVMemory(max(num_bytes, 0), reason, remedy)
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,16 @@ def decide_capacity(
     """
     wanted = max_running_requests * context_length
     affordable = memory.num_bytes // bytes_per_token
+    remedy = "raise --max-total-tokens or lower --page-size"
     if max_total_tokens is not None:
         tokens, reason = max_total_tokens, "--max-total-tokens"
     elif wanted <= affordable:
         tokens, reason = wanted, "every running request at full context"
     else:
-        tokens, reason = affordable, memory.reason
+        tokens, reason, remedy = affordable, memory.reason, memory.remedy
     num_pages = tokens // page_size if max_total_tokens is not None else -(-tokens // page_size)
     if num_pages < 1:
         raise ValueError(
-            f"the KV pool would hold {tokens} tokens, less than one page of {page_size}: "
-            "raise --max-total-tokens or lower --page-size"
+            f"the KV pool would hold {tokens} tokens ({reason}), less than one page of {page_size}: {remedy}"
         )
     return KVCapacity(num_pages, page_size, bytes_per_token, reason)

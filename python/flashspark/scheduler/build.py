@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.args.server_args import flag_name
@@ -35,6 +37,8 @@ def build_scheduler(
     """
     try:
         return _build(args, send)
+    except torch.AcceleratorError:  # whose text may speak of memory too: an illegal access
+        raise
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise the second
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
@@ -42,7 +46,9 @@ def build_scheduler(
 
 
 def _too_large(args: ServerArgs, error: Exception) -> str:
-    names = ("max_total_tokens", "max_running_requests", "page_size")
+    names = ["max_total_tokens", "max_running_requests", "page_size"]
+    if isinstance(error, torch.OutOfMemoryError):  # a GPU's
+        names.append("mem_fraction_static")
     given = ", ".join(f"{flag_name(name)} {getattr(args, name) or '(not given)'}" for name in names)
     reason = str(error).split("\n")[0] or "no memory"
     return f"the model and its pools do not fit into memory: lower one of {given} ({reason})"
