@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.cost_table import SpsCostTable
 from harness import Harness, Job, Result, to_message
@@ -134,6 +135,14 @@ REFUSED = [
     ({"dspark_force_budget_frac": 1e-320}, "1e-06 at least"),
     ({"ragged_verify_mode": "x\nFORGED"}, "got 'x\\nFORGED'"),
 ]
+
+
+def test_a_block_holds_what_is_simulated(pair):
+    engine = Harness(*pair)
+    engine._worker.rule = AcceptRule(2.5)
+    refusal = "SGLANG_SIMULATE_ACC_LEN=3.5: a step commits at most its block of 3"
+    assert refusal in switch(engine, speculative_num_draft_tokens=3)
+    assert switch(engine, speculative_num_draft_tokens=4) is None
 
 
 @pytest.mark.parametrize(("values", "reason"), REFUSED)

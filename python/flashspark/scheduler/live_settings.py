@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from flashspark import envs
 from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.sts_records import CollectingHead
 from flashspark.speculative.worker import SpeculativeWorker
@@ -155,6 +156,11 @@ class LiveSettings:
             raise Refusal("there is no draft: start the server with --speculative-draft-model-path")
         if isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= trained:
             raise Refusal(f"rows of a block, 2 … {trained}, or null for all, got {value!r}")
+        simulated = worker.rule.simulated_drafts
+        if simulated is not None and width < simulated + 1:
+            raise Refusal(
+                f"{envs.SIMULATE_ACC_LEN.name}={simulated + 1:g}: a step commits at most its block of {width}"
+            )
         self._check_idle("the block's width changes")
         self._next_width = width
 
