@@ -84,7 +84,7 @@ class ServerArgs:
     json_model_override_args: str = flag("{}", "JSON object that overrides keys of config.json")
     dtype: str = flag(
         "auto",
-        "auto: float32 on CPU, bfloat16 on GPU",
+        "auto: float32 on a CPU, on a GPU what config.json says",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     quantization: str | None = neutral(None, help="weight quantisation")
