@@ -181,6 +181,7 @@ class Table:
 
     def _oracle(self, point: Point, committed: Sequence[Sequence[int]]) -> float | None:
         """Its ratio over full blocks; None where what full batches committed or step costs are not known."""
+        from flashspark.scheduler.graph_build import GPU_RELATIVE, GPU_RELATIVE_REQS
         from flashspark.speculative.cost_table import parse_cost_table
         from flashspark.speculative.tiers import TierGrid, TierRule
 
@@ -191,7 +192,9 @@ class Table:
         width, finest = (
             int(info[f"speculative_{name}"]) for name in ("num_draft_tokens", "verify_tier_tokens")
         )
-        grid = TierGrid(TierRule(width, int(info["max_running_requests"]), finest_tokens=finest))
+        on_gpu = str(info["device"]).startswith("cuda")
+        spacing = {"relative": GPU_RELATIVE, "relative_reqs": GPU_RELATIVE_REQS} if on_gpu else {}
+        grid = TierGrid(TierRule(width, int(info["max_running_requests"]), finest_tokens=finest, **spacing))
         return oracle_ratio(committed, parse_cost_table(text), grid)
 
 

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from flashspark.demo import DEMO_MODELS
 from flashspark.ipc import FinishReason, RequestOutput
 from flashspark.models.config import DraftConfig
 from flashspark.scheduler.step_record import StepRecord
+from flashspark.speculative.cost_table import SpsCostTable
 from tiny_models import write_dflash2, write_target
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
@@ -303,3 +305,18 @@ def test_the_page_says_what_was_recorded_on_the_gpu():
     assert {name for name in performance_tables.TABLES if f"<!-- table: {name} -->" in page} == set(
         performance_tables.TABLES
     )
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 168), ("cuda", 176)])
+def test_the_oracle_runs_on_the_engines_tiers(tmp_path, device, rows):
+    costs = SpsCostTable(tuple(range(1, 400)), tuple(1000.0 / (4 + n) for n in range(1, 400)), 400)
+    info = {
+        "device": device,
+        "speculative_cost_table_json": costs.to_json(),
+        "speculative_num_draft_tokens": 8,
+        "speculative_verify_tier_tokens": 8,
+        "max_running_requests": 48,
+    }
+    table = gpu_serving.Table(parse(["--out", str(tmp_path / "t.json")]), SimpleNamespace(info=info), {})
+    oracle = table._oracle(Point("W1", 0.0, 32), [[5] * 24 + [6] * 8])
+    assert oracle == pytest.approx((4 + 256) / (4 + rows))
