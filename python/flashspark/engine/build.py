@@ -189,7 +189,9 @@ def _kv_memory(options: EngineOptions, target: Qwen3, draft: DFlashDraft | None)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = DEFAULT_MEM_FRACTION if options.mem_fraction_static is None else options.mem_fraction_static
-    return gpu_memory(free, total, fraction, rows * target.config.vocab_size * 4)
+    # A DSpark's drafts come with their distributions over the vocabulary: as they are drawn, and kept for judging.
+    copies = 3 if draft is not None and draft.config.algorithm == "DSPARK" else 1
+    return gpu_memory(free, total, fraction, copies * rows * target.config.vocab_size * 4)
 
 
 def _kv_bytes_per_token(model: Qwen3 | DFlashDraft) -> int:

@@ -96,6 +96,7 @@ class StepGraphs:
         self._drafts = torch.zeros(max_slots, self.width - 1, dtype=torch.int64, device=device)
         self._confidence = torch.ones(max_slots, self.width - 1, device=device)
         self._logits: Tensor | None = None
+        self._dense_probs: Tensor | None = None  # of drafts drawn from the whole vocabulary
         if device.type == "cuda":  # one for all graphs: it is larger than all else that they need
             shape = (max_slots * self.width, runner.target.config.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=device)
@@ -157,7 +158,16 @@ class StepGraphs:
         if signal:
             assert self._source is not None and block.signal is not None
             self._confidence[:num_slots].copy_(self._source.predict(rows, block.signal))
-        return DraftPiece(replace(block, tokens=self._drafts[:num_slots]), uniforms)
+        block = replace(block, tokens=self._drafts[:num_slots])
+        if sampled and block.candidate_ids is None:
+            block = replace(block, candidate_probs=self._keep_dense(block.candidate_probs))
+        return DraftPiece(block, uniforms)
+
+    def _keep_dense(self, probs: Tensor) -> Tensor:
+        """`probs` [R, gamma, V] in a tensor that all draft pieces share: one for each would take gigabytes."""
+        if self._dense_probs is None:
+            self._dense_probs = probs.new_empty(self.grid.buckets[-1], *probs.shape[1:])
+        return self._dense_probs[: probs.shape[0]].copy_(probs)
 
     def _verify(self, shape: TierKey, width: int) -> VerifyPiece:
         num_slots = shape.num_slots
