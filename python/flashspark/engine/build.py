@@ -185,7 +185,7 @@ def _kv_memory(options: EngineOptions, target: Qwen3, draft: DFlashDraft | None)
     """What the pools may take, once the weights are in place."""
     if target.device.type != "cuda":
         return cpu_memory(available_memory_bytes())
-    rows = options.max_running_requests * (draft.config.gamma + 1 if draft else 1)
+    rows = options.max_running_requests * (draft.config.verify_width if draft else 1)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = DEFAULT_MEM_FRACTION if options.mem_fraction_static is None else options.mem_fraction_static

@@ -23,9 +23,10 @@ _chosen: dict[tuple[int, int, int], str] = {}  # (rows, in, out)
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight`: [M, in] times [in, out], in their dtype."""
-    if x.device.type == "cpu" or not _chosen:
+    library = _chosen.get((x.shape[0], *weight.shape)) if _chosen else None
+    if library is None:
         return torch.mm(x, weight)
-    with _Library(_chosen.get((x.shape[0], *weight.shape))):
+    with _Library(library):
         return torch.mm(x, weight)
 
 
@@ -52,10 +53,10 @@ def chosen() -> dict[tuple[int, int, int], str]:
 
 
 class _Library:
-    """Makes products within it go to one library; None: to PyTorch's choice."""
+    """Makes products within it go to one library."""
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name or LIBRARIES[0]
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
         torch.backends.cuda.preferred_blas_library(self._name)

@@ -162,9 +162,10 @@ class SamplingRows:
         def index(members: list[int]) -> Tensor | None:
             return upload(members, self._device) if members else None
 
+        is_greedy, temperature = self.draft_settings(rows)
         return StepSampling(
-            greedy=self._greedy[rows],
-            temperature=self._temperature[rows],
+            greedy=is_greedy,
+            temperature=temperature,
             sampled=index(sampled),
             adjusted=index(adjusted),
             adjusted_list=adjusted,

@@ -47,13 +47,6 @@ class StepNumbers(NamedTuple):
     budget: int
 
 
-class DraftPiece(NamedTuple):
-    """What a draft piece leaves, R slots each."""
-
-    block: DraftBlock
-    uniforms: Tensor | None  # float64 [R, W, 3], where somebody draws
-
-
 class VerifyPiece(NamedTuple):
     """What a verify piece leaves, R slots each but for the logits."""
 
@@ -119,7 +112,7 @@ class StepGraphs:
         """Of the drafts of the last draft piece that predicted, float32 [R, gamma]."""
         return self._confidence[:num_reqs]
 
-    def draft(self, num_slots: int, sampled: bool, signal: bool) -> DraftPiece:
+    def draft(self, num_slots: int, sampled: bool, signal: bool) -> DraftBlock:
         """Drafts for every slot. `sampled`: whether somebody draws; `signal`: whether to predict acceptance."""
         return self._step_runner.run(
             self._draft_key(num_slots, sampled, signal), lambda: self._draft(num_slots, sampled, signal)
@@ -147,12 +140,11 @@ class StepGraphs:
     def _draft_key(self, num_slots: int, sampled: bool, signal: bool) -> PieceKey:
         return PieceKey("draft", TierKey(num_slots, num_slots * self.width), self.width, sampled, signal)
 
-    def _draft(self, num_slots: int, sampled: bool, signal: bool) -> DraftPiece:
+    def _draft(self, num_slots: int, sampled: bool, signal: bool) -> DraftBlock:
         assert self._drafter is not None
         rows, gamma = self.rows(num_slots), self.width - 1
         greedy, temperature = self._sampling.draft_settings(rows)
-        uniforms = self._sampling.uniforms(rows, self.width) if sampled else None
-        noise = None if uniforms is None else uniforms[:, :gamma, 0]
+        noise = self._sampling.uniforms(rows, self.width)[:, :gamma, 0] if sampled else None
         block = self._drafter.propose(rows, greedy, temperature, noise, signal)
         self._drafts[:num_slots].copy_(block.tokens)
         if signal:
@@ -161,7 +153,7 @@ class StepGraphs:
         block = replace(block, tokens=self._drafts[:num_slots])
         if sampled and block.candidate_ids is None:
             block = replace(block, candidate_probs=self._keep_dense(block.candidate_probs))
-        return DraftPiece(block, uniforms)
+        return block
 
     def _keep_dense(self, probs: Tensor) -> Tensor:
         """`probs` [R, gamma, V] in a tensor that all draft pieces share: one for each would take gigabytes."""

@@ -107,8 +107,17 @@ class SpeculativeWorker:
         if self.graphs is not None and self.graphs.serves(self.width):
             shape = self.graphs.shape(len(batch.row_list), self._num_rows(batch) if members else None)
             if shape is not None:
-                return self._decode_in_shape(batch, self.graphs, shape, self.graphs.width if members else 1)
-        return self._decode(batch, members)
+                width = self.graphs.width if members else 1
+                return self._observed(batch, self._decode_in_shape(batch, self.graphs, shape, width))
+        return self._observed(batch, self._decode(batch, members))
+
+    def _observed(self, batch: StepBatch, accepted: Accepted) -> Accepted:
+        """The step as it is, once its outcomes have taught, if anything was predicted for it."""
+        if self.adaptive is not None and accepted.confidence is not None:
+            self.adaptive.source.observe(
+                batch.rows, batch.row_list, accepted.num_tokens - 1, accepted.verify_lens
+            )
+        return accepted
 
     def _num_rows(self, batch: StepBatch) -> int:
         """Rows that a drafted step has to hold, padding left out."""
@@ -124,8 +133,7 @@ class SpeculativeWorker:
         confidence, block = None, None
         if width > 1:
             signal = plan is not None and plan.looks and self.adaptive is not None
-            piece = graphs.draft(shape.num_slots, self.sampling.draws(row_list), signal)
-            block = piece.block
+            block = graphs.draft(shape.num_slots, self.sampling.draws(row_list), signal)
             if signal and self.adaptive is not None:
                 confidence = graphs.confidence(num_reqs)
                 self.adaptive.relay(rows, row_list, confidence)
@@ -137,10 +145,7 @@ class SpeculativeWorker:
         else:
             accepted = self._accept_apart(batch, verified, block, width)
         # Captured blocks are as wide as the draft's own, whatever the width is at present.
-        accepted = replace(accepted, confidence=confidence, drafts=accepted.drafts[:, : self.gamma])
-        if self.adaptive is not None and confidence is not None:
-            self.adaptive.source.observe(rows, row_list, accepted.num_tokens - 1, accepted.verify_lens)
-        return accepted
+        return replace(accepted, confidence=confidence, drafts=accepted.drafts[:, : self.gamma])
 
     def _numbers(self, batch: StepBatch) -> StepNumbers:
         """What the host has decided of a step, as its pieces read it."""
@@ -197,10 +202,7 @@ class SpeculativeWorker:
         logits = self.runner.verify(layout.input_ids, layout.queries)
         self.mark("accept")
         accepted = self._judge(logits, layout, draft, verify_lens, rows, step, blocks)
-        accepted = replace(accepted, confidence=confidence)
-        if self.adaptive is not None and confidence is not None:
-            self.adaptive.source.observe(rows, batch.row_list, accepted.num_tokens - 1, verify_lens)
-        return accepted
+        return replace(accepted, confidence=confidence)
 
     def _judge(
         self,
