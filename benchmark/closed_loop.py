@@ -23,6 +23,8 @@ class Load:
     max_new_tokens: int
     temperature: float
     seconds: float | None = None  # the run is cut off after so long; None: it runs to its end
+    # Of what is drawn, in process: runs of one seed draw alike. A request's own seed would keep its blocks full.
+    seed: int | None = None
 
     def prompt(self, client: int, turn: int) -> Sequence[int]:
         """What `client` sends as its request number `turn`."""
@@ -42,12 +44,12 @@ class Seen:
         """All of them."""
         return sum(count for _, count in self.frames)
 
-    def decoded(self, start_s: float, until_s: float) -> tuple[int, float]:
-        """Tokens after the first frame, and seconds after it, of the frames that came from `start_s` to `until_s`."""
+    def decoded(self, start_s: float, until_s: float) -> tuple[int, float, int]:
+        """Tokens, seconds and frames after the first frame, of the frames that came from `start_s` to `until_s`."""
         frames = [frame for frame in self.frames if start_s <= frame[0] <= until_s]
         if not frames:
-            return 0, 0.0
-        return sum(count for _, count in frames[1:]), frames[-1][0] - frames[0][0]
+            return 0, 0.0, 0
+        return sum(count for _, count in frames[1:]), frames[-1][0] - frames[0][0], len(frames) - 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Segment:
     inter_token: tuple[float, float]  # p50, p99 of a frame's wait per token
     accept_length: float  # tokens per verify step
     num_tokens: int
+    frame_seconds: (
+        float  # from one frame of a request to its next, where `decode_rate` counts; in process: a step
+    )
 
 
 def run_load(port: int, load: Load, pool: Executor | None = None, num_processes: int = 1) -> Segment:
@@ -133,7 +138,7 @@ def summarise(seen: Sequence[Sequence[Seen]], concurrency: int, window_end: floa
     ]
     decoded = [request.decoded(window_start, window_end) for request in requests]
     seconds = window_end - window_start
-    tokens, spent = (sum(column) for column in zip(*decoded, strict=True))
+    tokens, spent, num_frames = (sum(column) for column in zip(*decoded, strict=True))
     return Segment(
         decode_rate=tokens / spent * concurrency if spent > 0 else float("nan"),
         output_rate=inside / seconds if seconds > 0 else float("nan"),
@@ -141,6 +146,7 @@ def summarise(seen: Sequence[Sequence[Seen]], concurrency: int, window_end: floa
         inter_token=_percentiles(waits),
         accept_length=sum(r.num_tokens for r in ended) / max(1, sum(r.num_verify_steps for r in ended)),
         num_tokens=sum(request.num_tokens for request in requests),
+        frame_seconds=spent / num_frames if num_frames else float("nan"),
     )
 
 

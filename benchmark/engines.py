@@ -153,6 +153,8 @@ class InProcessEngine:
             raise RuntimeError(
                 f"{load.concurrency} clients, --max-running-requests {self.info['max_running_requests']}"
             )
+        if load.seed is not None and not self.scheduler.reseed(load.seed):
+            raise RuntimeError("the scheduler is busy with requests of an earlier run")
         return _Clients(self.scheduler, self._outputs, load).run()
 
 

@@ -4,25 +4,26 @@
     python benchmark/gpu_serving.py --in-process … --concurrency 1,2,4 --resume --out table.json     # in pieces
     python benchmark/gpu_serving.py --in-process … --simulate-accept 4 --out simulated.json          # against a peer
 
-One engine plays every arm through its live switches, A B … B A …, on the same prompts with as many output tokens. A run
+One engine plays every arm through its live switches, A B … B A …, on the same prompts with as many output tokens, and
+in process with the same draws: sampled tokens are the same too, until the arms verify different numbers of rows. A run
 is closed-loop. It ends when the first client is through with its requests (one, or more where there are few clients:
-`--min-requests`), or `--seconds-per-run` after every client has its first token. A figure is the median over
-`--repeats`; a ratio is over the first arm of the same repeat. Decode tokens/s is what a request decodes per second
-after its first token × concurrency (`closed_loop.Segment`). The oracle verifies what will be accepted and one row more
+`--min-requests`), or some seconds after every client has its first token (`seconds_of`). A figure is the median over
+the repeats (`repeats_of`); a ratio is over the first arm of the same repeat, and is told apart into how long a step
+takes and what it commits. Decode tokens/s is what a request decodes per second after its first token × concurrency
+(`closed_loop.Segment`). The oracle verifies what will be accepted and one row more
 (`serving.py`), from what the first static arm committed, priced with the engine's cost table. `--in-process` drives the
 scheduler itself and needs no HTTP; without it a server is started, and what only the engine knows is missing (rows run,
 oracle).
 
-`--out` is written after each point; `--resume` goes on with the points it lacks. Arms: as in `serving.py`; `--lengths`
-adds every fixed block length.
+`--out` is written after each point; `--resume` goes on with the points it lacks. Arms: as in `serving.py`. `--lengths`
+compares compact with the best fixed block length: one short run of each in the first repeat finds it, and it runs right
+after compact in the others, so that the choice and the comparison are not of the same runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import math
 import os
 import re
 import shlex
@@ -30,23 +31,28 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from closed_loop import Load
 from engines import SIMULATE, Engine, InProcessEngine, Run, over_http
 from prompt_files import PROMPT_SETS, cut_to, token_ids
-from servers import ROOT, provenance
+from servers import ROOT
 
 sys.path.insert(0, str(ROOT / "python"))
 
 from serving import ARM, median_interval, oracle_ratio, settings_of
+from serving_file import Point, Results, workload_of
+from serving_report import show, show_peer, show_summary
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORKLOADS = ("W1:0", "W1:1", "W2:0")
-ARMS = ("static", "compact", "cap-accept", "off")
+ARMS = ("static", "compact", "off", "cap-accept")
+CAP_ACCEPT_AT = (8, 32, 128)  # full blocks with a cutoff are a check, not a way to serve
+# Of an arm that speculates, from 4 clients on, where a run is over with the first client's only request; in at most
+# MORE_REPEATS times as many repeats.
+MIN_PROMPTS, MORE_REPEATS = 64, 4
 CONTEXT = 1024  # of the shipped pair; longer texts mean nothing to it
 SETTLE_SECONDS = (
     180  # of compact at most, until its estimator is ready; seconds where steps take milliseconds
@@ -55,38 +61,39 @@ SETTLE_SECONDS = (
 # two thirds of theirs or so.
 OUTPUT_TOKENS = 160
 PEER_PROMPT_TOKENS, PEER_OUTPUT_TOKENS = 128, 256
-# Decode tokens/s of SGLang 0.5.17 on an H200 at Qwen3-8B's geometry, random weights, 128 prompt and 256 output tokens:
-# without a draft, and DFLASH with full blocks of 8 and a simulated acceptance length of 4.
-PEER = {
-    1: (199.5, 617.9),
-    4: (776.7, 2413.0),
-    8: (1513.0, 4521.0),
-    16: (2993.0, 8549.0),
-    32: (5601.0, 13117.0),
-    64: (9910.0, 15681.0),
-    128: (15238.0, 16369.0),
-}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A workload at one load."""
-
-    prompts: str
-    temperature: float
-    concurrency: int
-
-    def __str__(self) -> str:
-        return f"{self.prompts} T={self.temperature:g} c={self.concurrency}"
 
 
 def points_of(options: argparse.Namespace) -> list[Point]:
     """In the order in which they are measured: light loads first."""
     return [
-        Point(name, float(temperature), concurrency)
+        Point(*workload_of(workload), concurrency)
         for concurrency in options.concurrency
-        for name, _, temperature in (workload.partition(":") for workload in options.workloads)
+        for workload in options.workloads
     ]
+
+
+def turns_of(options: argparse.Namespace, concurrency: int) -> int:
+    """Requests that a client sends before the run may end."""
+    turns: int = -(-options.min_requests // concurrency)
+    return turns
+
+
+def repeats_of(options: argparse.Namespace, arm: str, concurrency: int) -> int:
+    """How often an arm runs at a load; 0: not at all."""
+    repeats: int = options.repeats
+    if arm == "cap-accept":
+        return int(concurrency in options.cap_accept_at)
+    if arm == "off" or concurrency < options.min_requests:
+        return repeats
+    return max(repeats, min(MORE_REPEATS * repeats, -(-MIN_PROMPTS // concurrency)))
+
+
+def seconds_of(options: argparse.Namespace, arm: str, concurrency: int) -> float:
+    """The longest that a run of an arm counts. Few clients need long to get through several prompts; many see many
+    requests in little time, and without drafts one is like the other."""
+    seconds: float = options.seconds_per_run
+    seconds *= 1.5 if concurrency <= 2 else 0.75 if concurrency >= 128 else 1.0
+    return seconds / 2 if arm == "off" else seconds
 
 
 def read_prompts(options: argparse.Namespace) -> dict[str, list[list[int]]]:
@@ -115,19 +122,21 @@ class Table:
         self._options, self._engine, self._prompts = options, engine, prompts
         self._warm: set[int] = set()
 
-    def load(self, point: Point, repeat: int) -> Load:
-        """The clients of a point; each repeat has other prompts, as far as there are."""
+    def load(self, point: Point, repeat: int, arm: str = "compact") -> Load:
+        """The clients of a point; each repeat has other prompts, as far as there are, and other draws."""
         options, prompts = self._options, self._prompts[point.prompts]
-        turns = -(-options.min_requests // point.concurrency)
+        turns = turns_of(options, point.concurrency)
         first = repeat * point.concurrency * turns % len(prompts)
         turned = [*prompts[first:], *prompts[:first]]
+        seconds = seconds_of(options, arm, point.concurrency)
         return Load(
             turned,
             point.concurrency,
             turns,
             options.output_tokens,
             point.temperature,
-            options.seconds_per_run,
+            seconds,
+            seed=1 + repeat,
         )
 
     def settle(self, points: Sequence[Point]) -> None:
@@ -146,33 +155,61 @@ class Table:
             turn += 1
 
     def measure(self, point: Point) -> dict[str, Any]:
-        """All arms of a point, `repeats` times; its row of the file."""
-        arms, runs = self._options.arms, {arm: list[Run]() for arm in self._options.arms}
-        self._warm_up(point)
-        for repeat in range(self._options.repeats):
+        """All arms of a point, as often as each is to run; its row of the file."""
+        repeats = {
+            arm: count
+            for arm in self._options.arms
+            if (count := repeats_of(self._options, arm, point.concurrency))
+        }
+        arms, runs, swept = list(repeats), {arm: list[Run]() for arm in repeats}, dict[str, float]()
+        best, fixed = "", list[Run]()
+        self._warm_up(point, arms)
+        for repeat in range(max(repeats.values())):
             for arm in arms if repeat % 2 == 0 else arms[::-1]:
+                if repeat >= repeats[arm]:
+                    continue
                 self._become(arm)
-                runs[arm].append(self._engine.run(self.load(point, repeat)))
+                runs[arm].append(self._engine.run(self.load(point, repeat, arm)))
+                if arm == "compact" and best:
+                    fixed.append(self._run_fixed(best, self.load(point, repeat)))
+            if repeat == 0 and point.workload in map(workload_of, self._options.lengths):
+                swept = self._sweep(point)
+                best = max(swept, key=lambda arm: swept[arm])
         oracle = self._oracle(point, [batch for run in runs[arms[0]] for batch in run.committed])
         figures = {
-            arm: figures_of(runs[arm], runs[arms[0]], point.concurrency, None if arm == arms[0] else oracle)
-            for arm in arms
+            arm: figures_of(runs[arm], runs[arms[0]], None if arm == arms[0] else oracle) for arm in arms
         }
+        over_fixed = {"best_fixed": best_fixed_of(runs["compact"], fixed, best, swept)} if best else {}
         return {
             "prompts": point.prompts,
             "temperature": point.temperature,
             "concurrency": point.concurrency,
             "oracle": oracle,
             "arms": figures,
+            **over_fixed,
         }
+
+    def _sweep(self, point: Point) -> dict[str, float]:
+        """Decode tokens/s of every fixed block length: a short run of each over the prompts of the first repeat."""
+        load, rates = self.load(point, 0), {}
+        load = replace(load, requests_per_client=-(-load.requests_per_client // 2), seconds=load.seconds / 2)
+        for width in range(2, int(self._engine.info["speculative_num_draft_tokens"]) + 1):
+            arm = f"static:{width}"
+            rates[arm] = self._run_fixed(arm, load).segment.decode_rate
+        return rates
+
+    def _run_fixed(self, arm: str, load: Load) -> Run:
+        """Decoding alone is of interest: the prompts' prefill, which the arm before has left, may be lived off."""
+        self._engine.set_state(settings_of(arm))
+        return self._engine.run(load)
 
     def _become(self, arm: str) -> None:
         self._engine.set_state(settings_of(arm))
         self._engine.forget()
 
-    def _warm_up(self, point: Point) -> None:
+    def _warm_up(self, point: Point, arms: Sequence[str]) -> None:
         """Each arm for a moment at a load that it has not had yet; compact before every point, to see its texts."""
-        for arm in self._options.arms:
+        for arm in arms:
             if arm == "compact" or point.concurrency not in self._warm:
                 self._become(arm)
                 num_tokens = min(48 if arm == "compact" else 16, self._options.output_tokens)
@@ -198,14 +235,15 @@ class Table:
         return oracle_ratio(committed, parse_cost_table(text), grid)
 
 
-def figures_of(
-    runs: Sequence[Run], base: Sequence[Run], concurrency: int, oracle: float | None
-) -> dict[str, Any]:
-    """An arm's figures at one point, over the `base` arm's; medians, rates in tokens/s, times in ms."""
-    ratios = [
-        run.segment.decode_rate / other.segment.decode_rate for run, other in zip(runs, base, strict=True)
-    ]
+def figures_of(runs: Sequence[Run], base: Sequence[Run], oracle: float | None) -> dict[str, Any]:
+    """An arm's figures at one point, over the `base` arm's of the same repeats; medians; tokens/s and ms.
+
+    `ratio` is `accept_ratio` (what a step commits) / `step_ratio` (how long it takes), but for the medians.
+    """
     segments = [run.segment for run in runs]
+    pairs = list(zip(segments, (run.segment for run in base[: len(runs)]), strict=True))
+    ratios = [mine.decode_rate / other.decode_rate for mine, other in pairs]
+    step_ratios = [mine.frame_seconds / other.frame_seconds for mine, other in pairs]
     counts = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
     num_steps, ratio = max(1.0, counts["verify_steps"]), statistics.median(ratios)
     rate, accept = (
@@ -217,10 +255,12 @@ def figures_of(
         "decode_rates": [segment.decode_rate for segment in segments],
         "ratio": ratio,
         "ratios": ratios,
+        "step_ratio": statistics.median(step_ratios),
+        "accept_ratio": statistics.median(a * b for a, b in zip(ratios, step_ratios, strict=True)),
         "interval": median_interval(ratios),
         "output_rate": statistics.median(segment.output_rate for segment in segments),
         "accept_length": accept,
-        "step_ms": accept * concurrency / rate * 1e3,
+        "step_ms": statistics.median(segment.frame_seconds for segment in segments) * 1e3,
         "verified": counts["verify_tokens"] / num_steps,
         "padded": counts["rows_run"] / num_steps if "rows_run" in counts else None,
         "draft_free": counts["draft_free_steps"] / max(1.0, counts["num_steps"]),
@@ -234,135 +274,21 @@ def figures_of(
     return figures
 
 
-def show(row: Mapping[str, Any]) -> None:
-    """One point's table."""
-    point = Point(row["prompts"], row["temperature"], row["concurrency"])
-    oracle = "" if row["oracle"] is None else f", oracle {row['oracle']:.3f}"
-    print(f"\n{point}{oracle}")
-    print(
-        f"{'arm':11s} {'decode/s':>9s} {'ratio':>6s} {'from':>6s} {'to':>6s} {'output/s':>9s} {'TTFT ms':>7s} "
-        f"{'p99':>6s} {'token ms':>8s} {'p99':>6s} {'accept':>6s} {'verified':>8s} {'run':>5s} {'free':>5s} "
-        f"{'step ms':>7s} {'share':>6s}"
-    )
-    for arm, f in row["arms"].items():
-        print(
-            f"{arm:11s} {f['decode_rate']:9.1f} {f['ratio']:6.3f} {min(f['ratios']):6.3f} {max(f['ratios']):6.3f} "
-            f"{f['output_rate']:9.1f} {f['ttft_p50_ms']:7.1f} {f['ttft_p99_ms']:6.1f} {f['inter_token_p50_ms']:8.2f} "
-            f"{f['inter_token_p99_ms']:6.2f} {f['accept_length']:6.2f} {f['verified']:8.2f} "
-            f"{_or_dash(f['padded'], '5.2f')} {f['draft_free']:5.0%} {f['step_ms']:7.2f} {_or_dash(f['share'], '6.2f')}"
-        )
-    sys.stdout.flush()
-
-
-def show_summary(rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line per point: every arm over the first, and compact over the best fixed length where those were run."""
-    print("\nratios of decode tokens/s over the first arm")
-    for row in rows:
-        arms = row["arms"]
-        shown = "  ".join(f"{arm} {f['ratio']:.3f}" for arm, f in list(arms.items())[1:])
-        point = str(Point(row["prompts"], row["temperature"], row["concurrency"]))
-        fixed = {arm: f["decode_rate"] for arm, f in arms.items() if arm.startswith("static")}
-        if "compact" in arms and len(fixed) > 1:
-            best = max(fixed, key=lambda arm: fixed[arm])
-            shown += f"  | compact / {best} {arms['compact']['decode_rate'] / fixed[best]:.3f}"
-        print(f"{point:14s} {shown}")
-
-
-def show_peer(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Simulated acceptance against the peer's figures."""
-    print("\nsimulated acceptance: decode tokens/s here / SGLang 0.5.17 = ratio")
-    for row in rows:
-        peer = PEER.get(row["concurrency"])
-        if peer is None:
-            continue
-        ours = {arm: figures["decode_rate"] for arm, figures in row["arms"].items()}
-        pairs = [
-            f"{arm} {ours[arm]:.1f} / {theirs:.1f} = {ours[arm] / theirs:.3f}"
-            for arm, theirs in (("static", peer[1]), ("off", peer[0]))
-            if arm in ours
-        ]
-        print(f"c={row['concurrency']:<4d} {', '.join(pairs)}")
-
-
-class Results:
-    """The file of a table: measured points, in order, and what they were measured with."""
-
-    _RUN = ("out", "resume", "budget_seconds", "concurrency", "max_running_requests", "commit")
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        source = provenance()
-        source["commit"] = options.commit or source["commit"]
-        source["machine"] |= _accelerator()
-        settings = {name: value for name, value in vars(options).items() if name not in self._RUN}
-        self.path: Path = options.out
-        self.content: dict[str, Any] = {**source, "settings": settings, "points": [], "engines": []}
-        if options.resume and self.path.exists():
-            old = json.loads(self.path.read_text())
-            for name in ("commit", "settings"):
-                if old[name] != json.loads(json.dumps(self.content[name])):
-                    raise SystemExit(
-                        f"--resume: {self.path} was measured with another {name}: {old[name]}, now "
-                        f"{self.content[name]}; give another --out, or leave out --resume"
-                    )
-            self.content = old
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """All that is measured."""
-        rows: list[dict[str, Any]] = self.content["points"]
-        return rows
-
-    def lacks(self, point: Point) -> bool:
-        """Whether `point` has still to be measured."""
-        return all(
-            Point(row["prompts"], row["temperature"], row["concurrency"]) != point for row in self.rows
-        )
-
-    def describe(self, engine: Engine, seconds: float) -> None:
-        """Adds the engine that the next points are measured with."""
-        names = (
-            "max_running_requests",
-            "max_total_num_tokens",
-            "dtype",
-            "device",
-            "attention_backend",
-            "speculative_cost_table_json",
-            "speculative_num_draft_tokens",
-        )
-        known = {name: engine.info[name] for name in names if name in engine.info}
-        self.content["engines"].append(
-            {"command": self.content["command"], "start_seconds": seconds, **known}
-        )
-
-    def add(self, row: Mapping[str, Any], seconds: float) -> None:
-        """A point is through: into the file with it."""
-        engine = len(self.content["engines"]) - 1
-        rows = [*self.rows, {**_rounded(row), "seconds": round(seconds, 1), "engine": engine}]
-        self.content["points"] = sorted(
-            rows, key=lambda row: (row["prompts"], row["temperature"], row["concurrency"])
-        )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
-
-
-def _accelerator() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"torch": torch.__version__}
-    return {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float | np.floating):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-".rjust(int(form.split(".")[0])) if value is None else format(value, form)
+def best_fixed_of(
+    compact: Sequence[Run], fixed: Sequence[Run], best: str, swept: Mapping[str, float]
+) -> dict[str, Any]:
+    """Compact over the best fixed block length, each of its runs over compact's of the same repeat; where there was one
+    repeat alone, over the run that found it."""
+    rates = [run.segment.decode_rate for run in fixed] or [swept[best]]
+    mine = [run.segment.decode_rate for run in compact][-len(rates) :]
+    ratios = [a / b for a, b in zip(mine, rates, strict=True)]
+    return {
+        "arm": best,
+        "decode_rate": statistics.median(rates),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "swept": dict(swept),
+    }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -382,12 +308,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=list(CONCURRENCY), help="1,2,4")
     parser.add_argument("--workloads", nargs="+", help=f"SET:TEMPERATURE (default: {' '.join(WORKLOADS)})")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="the first is what others are over")
-    parser.add_argument("--lengths", action="store_true", help="also every fixed block length, static:2 … 7")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--lengths", nargs="*", help="sweep fixed block lengths (without a value: everywhere)"
+    )
+    parser.add_argument(
+        "--cap-accept-at", type=numbers, default=list(CAP_ACCEPT_AT), help="where it runs, once"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="at least; more where runs are short")
     parser.add_argument("--output-tokens", type=int, help="of a request (default: 160; simulated: 256)")
     parser.add_argument("--prompt-tokens", type=int, help="cut and fill prompts to exactly so many")
-    parser.add_argument("--min-requests", type=int, default=3, help="of a run, whatever the concurrency")
-    parser.add_argument("--seconds-per-run", type=float, default=3.0, help="at full concurrency")
+    parser.add_argument("--min-requests", type=int, default=4, help="of a run, whatever the concurrency")
+    parser.add_argument(
+        "--seconds-per-run", type=float, default=1.6, help="at most, more or less by the load"
+    )
     parser.add_argument("--simulate-accept", type=float, help="simulated acceptance length, full blocks")
     parser.add_argument(
         "--budget-seconds", type=float, help="begin no point that would not be through by then"
@@ -402,12 +335,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.output_tokens = options.output_tokens or PEER_OUTPUT_TOKENS
     options.output_tokens = options.output_tokens or OUTPUT_TOKENS
     options.workloads = options.workloads or list(WORKLOADS)
-    if options.lengths:
-        options.arms = [*options.arms, *(f"static:{width}" for width in range(2, 8))]
+    if options.lengths is not None and "compact" not in options.arms:
+        parser.error("--lengths compares compact with fixed lengths: --arms lacks compact")
+    options.lengths = options.workloads if options.lengths == [] else options.lengths or []
+    if options.arms[0] in ("off", "cap-accept"):
+        parser.error(
+            f"--arms {options.arms[0]} …: the first arm runs in every repeat: static, static:N or compact"
+        )
     for arm in options.arms:
         if not re.fullmatch(ARM, arm):
             parser.error(f"--arms {arm}: static, static:N, compact, cap-accept or off")
-    for workload in options.workloads:
+    for workload in (*options.workloads, *options.lengths):
         if not re.fullmatch(rf"({'|'.join(PROMPT_SETS)}):\d+(\.\d+)?", workload):
             parser.error(
                 f"--workloads {workload}: one of {', '.join(PROMPT_SETS)}, a colon and a temperature"

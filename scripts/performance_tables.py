@@ -43,7 +43,7 @@ def serving() -> str:
     for row in points:
         static, compact, off = (row["arms"][arm] for arm in ("static", "compact", "off"))
         low, high = compact["interval"]
-        share = compact["share"]
+        share, best = compact["share"], row.get("best_fixed")
         rows.append(
             [
                 f"{row['prompts']}, T = {row['temperature']:g}",
@@ -51,6 +51,10 @@ def serving() -> str:
                 *(f"{arm['decode_rate']:,.0f}" for arm in (static, compact, off)),
                 f"{compact['ratio']:.3f}",
                 f"{low:.3f} … {high:.3f}",
+                # A file of before these were kept per repeat has their medians.
+                f"{compact.get('step_ratio', compact['step_ms'] / static['step_ms']):.3f}, "
+                f"{compact.get('accept_ratio', compact['accept_length'] / static['accept_length']):.3f}",
+                f"{best['ratio']:.3f} ({best['arm'].partition(':')[2]})" if best else "–",
                 f"{compact['decode_rate'] / off['decode_rate']:.2f}",
                 f"{row['oracle']:.2f}",
                 f"{share:.2f}" if row["oracle"] > 1.05 else "–",
@@ -61,7 +65,8 @@ def serving() -> str:
         )
     head = (
         *("workload", "requests", "static, tokens/s", "compact", "no speculation", "compact / static"),
-        *("seen", "compact / no speculation", "oracle", "share of its gain", "accepted, static and compact"),
+        *("seen", "step time and accepted, compact / static", "compact / best fixed length (which)"),
+        *("compact / no speculation", "oracle", "share of its gain", "accepted, static and compact"),
         *("rows verified of 8", "steps without a draft"),
     )
     return table(head, rows)
@@ -70,7 +75,7 @@ def serving() -> str:
 def peer() -> str:
     """Simulated acceptance against the peer's figures."""
     sys.path.insert(0, str(ROOT / "benchmark"))
-    from gpu_serving import PEER
+    from serving_report import PEER
 
     rows = []
     for row in sorted(load("gpu_simulated_h200.json")["points"], key=lambda row: row["concurrency"]):

@@ -163,6 +163,124 @@ def test_arms_in_turn_on_a_real_scheduler(tmp_path):
         engine.set_state(gpu_serving.settings_of("compact"))
 
 
+class KeptOutputs(list):
+    """What a scheduler hands out, and each request's tokens for good."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = {}
+
+    def append(self, output):
+        super().append(output)
+        self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
+
+def test_arms_draw_alike_where_nothing_is_trimmed(tmp_path):
+    """Temperature 1, step costs unknown: compact verifies every block in full too."""
+    target = write_target(tmp_path / "target")
+    draft = write_dflash2(tmp_path / "draft", target)
+    flags = ["--model-path", str(target), "--speculative-draft-model-path", str(draft), "--device", "cpu"]
+    flags += ["--speculative-algorithm", "DFLASH", "--ragged-verify-mode", "compact"]
+    flags += ["--speculative-cost-table", "none", "--max-running-requests", "2", "--torch-threads", "1"]
+    engine = InProcessEngine(flags)
+
+    def play(arm, seed):
+        engine._outputs = KeptOutputs()
+        engine.set_state(gpu_serving.settings_of(arm))
+        engine.forget()
+        run = engine.run(Load([[5, 6, 7, 8], [9, 10, 11]], 2, 2, 30, 1.0, seed=seed))
+        return engine._outputs.tokens, run
+
+    tokens, run = play("static", 1)
+    assert len(tokens["0/0"]) == 30 and {"0/0", "1/0", "0/1"} <= set(tokens)
+    assert run.counts["verify_tokens"] > 3 * run.counts["verify_steps"]
+    for arm in ("compact", "static"):
+        again, other = play(arm, 1)
+        assert again == tokens and other.committed == run.committed
+    assert play("static", 2)[0] != tokens and play("static", None)[0] != tokens
+
+
+class ScriptedEngine:
+    """Notes what it plays; decodes at a rate of each arm's own, the run's number added."""
+
+    RATES = {"static": 100.0, "compact": 200.0, "off": 50.0, "cap-accept": 90.0} | {
+        f"static:{n}": 100.0 + 10 * n * (6 - n) for n in range(2, 9)
+    }
+
+    def __init__(self):
+        self.info = {"speculative_num_draft_tokens": 8}
+        self.arm, self.played, self.num_flushed = "", [], 0
+
+    def set_state(self, settings):
+        self.arm = next(arm for arm in self.RATES if gpu_serving.settings_of(arm) == settings)
+
+    def forget(self):
+        self.num_flushed += 1
+
+    def run(self, load):
+        self.played.append((self.arm, load))
+        return a_run(self.RATES[self.arm] + len(self.played))
+
+
+def measured(*flags, point):
+    engine = ScriptedEngine()
+    table = gpu_serving.Table(parse(["--out", "x.json", *flags]), engine, {"W1": [[i] for i in range(512)]})
+    table._warm_up = lambda point, arms: None
+    return engine, table.measure(point)
+
+
+def test_arms_run_as_often_as_their_noise_asks_for():
+    for concurrency, wanted in (
+        (1, {"static": 3, "compact": 3, "off": 3}),
+        (4, {"static": 12, "compact": 12, "off": 3}),
+        (8, {"static": 8, "compact": 8, "off": 3, "cap-accept": 1}),
+        (128, {"static": 3, "compact": 3, "off": 3, "cap-accept": 1}),
+    ):
+        engine, row = measured(point=Point("W1", 1.0, concurrency))
+        assert {arm: len(figures["ratios"]) for arm, figures in row["arms"].items()} == wanted
+        assert [arm for arm, _ in engine.played[:3]] == ["static", "compact", "off"]
+        assert engine.num_flushed == len(engine.played) == sum(wanted.values())
+        loads = {(load.seed, load.prompts[0][0]) for _, load in engine.played}
+        assert len(loads) == max(wanted.values())  # arms of a repeat have the same prompts and draws
+        turns = {load.requests_per_client for _, load in engine.played}
+        assert turns == {4 if concurrency == 1 else 1}
+        assert row.get("best_fixed") is None
+    seconds = {
+        (c, arm): gpu_serving.seconds_of(parse(["--out", "x"]), arm, c)
+        for c in (1, 8, 128)
+        for arm in ("static", "off")
+    }
+    assert seconds == pytest.approx(
+        {
+            (1, "static"): 2.4,
+            (1, "off"): 1.2,
+            (8, "static"): 1.6,
+            (8, "off"): 0.8,
+            (128, "static"): 1.2,
+            (128, "off"): 0.6,
+        }
+    )
+
+
+def test_compact_over_the_best_fixed_length_is_not_of_the_run_that_chose_it():
+    engine, row = measured("--lengths", "W1:0", "--arms", "static", "compact", point=Point("W1", 0.0, 32))
+    played = [arm for arm, _ in engine.played]
+    assert played[:9] == ["static", "compact", *(f"static:{n}" for n in range(2, 9))]
+    assert played[9:] == ["compact", "static:3", "static", "static", "compact", "static:3"]
+    best = row["best_fixed"]
+    assert best["arm"] == "static:3" and best["swept"]["static:3"] == 190.0 + 4
+    assert best["ratios"] == pytest.approx([210 / 201, 214 / 205])
+    sweep, full = engine.played[2][1], engine.played[10][1]
+    assert (sweep.seconds, full.seconds) == pytest.approx((0.8, 1.6))
+    assert sweep.prompts[0] == [0] and full.prompts[0] == [32]
+    assert "best_fixed" not in measured("--lengths", "W1:0", point=Point("W1", 1.0, 32))[1]
+
+    _, row = measured("--lengths", "--repeats", "1", point=Point("W1", 0.0, 128))
+    assert row["best_fixed"]["ratio"] == pytest.approx(
+        202 / 196
+    )  # after static, compact, off, cap-accept, static:2
+
+
 class FrameServer(http.server.BaseHTTPRequestHandler):
     """Answers every /generate with frames of two tokens each."""
 
@@ -206,28 +324,34 @@ def test_clients_hang_up_when_time_is_over_but_not_without_a_token(frame_port):
     ]
 
 
-def a_run(decode_rate: float, accept_length: float = 4.0, **counts: float) -> Run:
-    segment = Segment(decode_rate, 90.0, (0.1, 0.2), (0.01, 0.05), accept_length, 1000)
+def a_run(
+    decode_rate: float, accept_length: float = 4.0, frame_seconds: float = 0.02, **counts: float
+) -> Run:
+    segment = Segment(decode_rate, 90.0, (0.1, 0.2), (0.01, 0.05), accept_length, 1000, frame_seconds)
     return Run(segment, dict.fromkeys(engines.COUNTERS, 0.0) | {"rows_run": 0.0} | counts)
 
 
 def test_figures_are_medians_over_the_first_arm_of_the_same_repeat():
-    base = [a_run(100.0), a_run(200.0), a_run(100.0)]
+    base = [a_run(100.0), a_run(200.0), a_run(100.0), a_run(7.0)]
     mine = [
-        a_run(150.0, verify_steps=10.0, verify_tokens=30.0, rows_run=40.0, num_steps=10.0),
+        a_run(
+            150.0, frame_seconds=0.01, verify_steps=10.0, verify_tokens=30.0, rows_run=40.0, num_steps=10.0
+        ),
         a_run(220.0, verify_steps=30.0, verify_tokens=130.0, rows_run=160.0, num_steps=10.0),
         a_run(120.0, draft_free_steps=5.0),
     ]
-    figures = figures_of(mine, base, 8, oracle=1.5)
+    figures = figures_of(mine, base, oracle=1.5)
     assert figures["ratios"] == pytest.approx([1.5, 1.1, 1.2])
     assert (figures["ratio"], figures["decode_rate"]) == pytest.approx((1.2, 150.0))
     assert figures["share"] == pytest.approx(0.2 / 0.5)
     assert (figures["verified"], figures["padded"]) == (4.0, 5.0)
     assert figures["draft_free"] == 0.25
-    assert figures["step_ms"] == pytest.approx(4.0 * 8 / 150.0 * 1e3)
+    assert figures["step_ms"] == pytest.approx(20.0)
+    # 1.5 = 0.75 accepted in half of the time, 1.1 and 1.2 in the same time.
+    assert (figures["step_ratio"], figures["accept_ratio"]) == pytest.approx((1.0, 1.1))
     assert (figures["ttft_p99_ms"], figures["inter_token_p50_ms"]) == pytest.approx((200.0, 10.0))
     for hopeless in (None, 1.0):
-        assert figures_of(mine, base, 8, hopeless)["share"] is None
+        assert figures_of(mine, base, hopeless)["share"] is None
 
 
 def test_pieces_fill_one_file(tmp_path):
@@ -259,10 +383,12 @@ def test_the_command_line_is_checked_before_a_model_is_loaded():
     simulated = parse([*out, "--simulate-accept", "4"])
     assert (simulated.arms, simulated.workloads) == (["static", "off"], ["W1:0"])
     assert (simulated.prompt_tokens, simulated.output_tokens) == (128, 256)
-    assert parse([*out, "--arms", "static", "--lengths"]).arms == [
-        "static",
-        *(f"static:{n}" for n in range(2, 8)),
-    ]
+    assert parse(out).lengths == []
+    assert parse([*out, "--lengths"]).lengths == ["W1:0", "W1:1", "W2:0"]
+    assert parse([*out, "--lengths", "W2:0.0"]).lengths == ["W2:0.0"]
+    for wrong in (["--lengths", "W3:0"], ["--lengths", "--arms", "static"], ["--arms", "off", "static"]):
+        with pytest.raises(SystemExit):
+            parse([*out, *wrong])
     for wrong in (["--arms", "best"], ["--workloads", "W3:0"], ["--workloads", "W1"], ["--concurrency", "0"]):
         with pytest.raises(SystemExit):
             parse([*out, *wrong])
@@ -275,12 +401,11 @@ def test_the_peers_prompts_have_all_the_same_length():
 
 
 def test_the_summary_compares_with_the_best_fixed_length_and_the_peer(capsys):
-    arms = {
-        name: {"ratio": 1.0, "decode_rate": rate} for name, rate in (("static", 617.9), ("static:3", 700.0))
-    }
+    arms = {"static": {"ratio": 1.0, "decode_rate": 617.9}}
     arms["compact"] = {"ratio": 1.2, "decode_rate": 770.0}
     arms["off"] = {"ratio": 0.5, "decode_rate": 399.0}
-    rows = [{"prompts": "W1", "temperature": 0.0, "concurrency": 1, "arms": arms}]
+    best = {"arm": "static:3", "ratio": 1.1}
+    rows = [{"prompts": "W1", "temperature": 0.0, "concurrency": 1, "arms": arms, "best_fixed": best}]
     gpu_serving.show_summary(rows)
     gpu_serving.show_peer(rows)
     shown = capsys.readouterr().out

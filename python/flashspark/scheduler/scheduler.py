@@ -194,6 +194,15 @@ class Scheduler:
         self._flushed = (self.totals["output_tokens"], self.totals["verify_steps"])
         return True
 
+    def reseed(self, random_seed: int) -> bool:
+        """Lets requests without a seed draw from here on what they would from the start of a server with this
+        `--random-seed`; False, and nothing, while busy."""
+        if self._requests:
+            return False
+        self.settle()
+        self._random_seed, self._num_arrivals = random_seed, 0
+        return True
+
     def retract_all(self) -> None:
         """Everybody gives up row and pages and returns to the queue."""
         self.settle()
