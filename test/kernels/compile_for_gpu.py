@@ -80,9 +80,9 @@ def attention(n: int, dtype: torch.dtype) -> None:
     for dim, max_rows in ((128, 8), (64, 300)):
         q, cache = zeros(n * 8, 32, dim, dtype=dtype), zeros(64, 8, dim, dtype=dtype)
         common = (ids(n, 1 if n == 1 else 64), 1 if n == 1 else 16, 0.1)
-        for count in (None, ids(1)):
+        for count, splits in ((None, None), (ids(1), 8 if max_rows == 8 else None)):
             paged_attention.ragged_attention(
-                q, cache, cache, ids(n + 1), ids(n), count, *common, max_rows=max_rows
+                q, cache, cache, ids(n + 1), ids(n), count, *common, max_rows, splits
             )
     block = zeros(n, 8, 48, 128, dtype=dtype).split([32, 8, 8], 2)
     cache = zeros(64, 8, 128, dtype=dtype)

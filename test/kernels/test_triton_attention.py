@@ -235,3 +235,32 @@ def test_a_cpu_without_the_interpreter_is_refused_with_the_remedy(monkeypatch):
         make_backend("triton", "cpu")
     assert make_backend("auto", "cpu").name == "torch_native"
     assert make_backend("auto", "cuda").name == "triton"
+
+
+def test_who_finishes_last_combines_and_leaves_counters_at_zero():
+    """Launch after launch on the same counters, the bits are those of one; results do not depend on the split count
+    but for rounding."""
+    from flashspark.kernels.triton.paged_attention import _counters
+
+    spans = [(0, 500, 2), (1, 3, 1), (2, 130, 8)]
+    pages = Pages(3, 504, page_size=16)
+    k, v = caches(pages, 2, 16, torch.float32, written_slots(pages, [(0, 502), (1, 4), (2, 138)]))
+    queries = pages.ragged(spans)
+    q = randn(11, 4, 16)
+    whole = triton_ragged(q, k, v, queries, 8, 1)
+    first = triton_ragged(q, k, v, queries, 8, 8)
+    assert_close(first, whole, 2e-6)
+    for _ in range(2):
+        assert torch.equal(triton_ragged(q, k, v, queries, 8, 8), first)
+        assert not _counters(q.device).any()
+
+
+def test_shares_of_programs_without_counters_are_refused():
+    from flashspark.kernels.triton.paged_attention import PROGRAMS, ragged_attention
+
+    q, cache = randn(PROGRAMS + 1, 1, 16), randn(16, 1, 16)
+    index = torch.arange(PROGRAMS + 2, device=DEVICE)
+    ones = torch.ones(PROGRAMS + 1, dtype=torch.int64, device=DEVICE)
+    table = torch.zeros(PROGRAMS + 1, 1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(AssertionError, match="so many programs need no shares"):
+        ragged_attention(q, cache, cache, index, ones, None, table, 16, 0.2, 1, 2)

@@ -1,14 +1,17 @@
 """Attention over paged keys and values, for windows of a few query rows: verify, prefill chunks, draft blocks.
 
 One program takes one tile of a request's rows with all query heads of one key head, so that keys are loaded once for
-the group, and one share of the keys. Shares follow from the request's own number of keys, read on the device; their
-results are put together in a fixed order, and a request's numbers depend on nothing else in the batch. Nothing is read
-on the host, and absent slots leave at once, so a launch can be captured for a whole bucket of requests.
+the group, and one share of the keys. Shares follow from the request's own number of keys, read on the device; whoever
+is done last puts their results together, in the order of the keys, and a request's numbers depend on nothing else in
+the batch. Nothing is read on the host, and absent slots leave at once, so a launch can be captured for a whole bucket
+of requests.
 
 The reference is `attention.torch_native`.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -160,10 +163,38 @@ def _add_block(
     return _add_keys(q, k, v, visible, scale, acc, peak, total, DOT)
 
 
+@triton.jit
+def _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M: tl.constexpr, DIM: tl.constexpr):
+    """What the shares of a tile have left from place `base` on, added up in their order: [M, D].
+
+    Several at once, so that their loads are under way together; past the first cache, which may be stale.
+    """
+    AT_ONCE: tl.constexpr = max(1, 128 // BLOCK_M)
+    acc = tl.zeros((BLOCK_M, d.shape[1]), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, num_shares, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)[None, :]
+        place = base + split * BLOCK_M + m[:, None]
+        there = (m >= 0)[:, None] & (split < num_shares)
+        peaks = tl.load(stats_ptr + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        wide = inside[:, None, :] & there[:, :, None]
+        source = acc_ptr + place[:, :, None] * DIM + d[:, None, :]
+        parts = tl.load(source, mask=wide, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of rows past the tile's
+        decay, weights = tl.exp2(peak - shift), tl.exp2(peaks - shift[:, None])
+        total = total * decay + tl.sum(totals * weights, axis=1)
+        acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=1)
+        peak = new_peak
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["num_packed"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, indptr_ptr, lens_ptr,
+    q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, indptr_ptr, lens_ptr,
     num_reqs_ptr, table_ptr, num_packed, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
     scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
@@ -217,74 +248,23 @@ def _attention_kernel(
                 DIM, BLOCK_ROWS, CAUSAL, WINDOW, LOCAL_N, DOT,
             )  # fmt: skip
 
-    if start_key + share >= end_key:  # there is one share
+    out_place = (packed * NUM_HEADS + head[:, None]) * DIM + d
+    num_shares = tl.cdiv(end_key - start_key, share)
+    if num_shares <= 1:
         total = tl.where(total == 0.0, 1.0, total)  # of rows past the tile's
-        tl.store(out_ptr + (packed * NUM_HEADS + head[:, None]) * DIM + d, acc / total[:, None], mask=inside)
-    else:
-        place = ((tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * MAX_SPLITS + split) * BLOCK_M + m
+        tl.store(out_ptr + out_place, acc / total[:, None], mask=inside)
+    elif MAX_SPLITS > 1:
+        of_tile = tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head
+        base = of_tile * MAX_SPLITS * BLOCK_M
+        place = base + split * BLOCK_M + m
         tl.store(acc_ptr + place[:, None] * DIM + d, acc, mask=inside)
         tl.store(stats_ptr + place * 2, peak)
         tl.store(stats_ptr + place * 2 + 1, total)
-
-
-@triton.jit
-def _combine_kernel(
-    out_ptr,
-    acc_ptr,
-    stats_ptr,
-    indptr_ptr,
-    lens_ptr,
-    num_reqs_ptr,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    COUNTED: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """The shares of one row, for the query heads of one key head."""
-    request = tl.program_id(0) // NUM_TILES
-    tile = tl.program_id(0) % NUM_TILES
-    kv_head = tl.program_id(1)
-    num_reqs = tl.num_programs(0) // NUM_TILES
-    if COUNTED:
-        num_reqs = tl.load(num_reqs_ptr).to(tl.int32)
-    if request >= num_reqs:
-        return
-    first_row, num_rows, _length, start_key, end_key, share = _span(
-        request, tile, indptr_ptr, lens_ptr, BLOCK_ROWS, WINDOW, TILE, MAX_SPLITS, BLOCK_N
-    )
-    row = tile * TILE + tl.program_id(2)
-    if (row >= num_rows) | (start_key + share >= end_key):
-        return
-    group = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (group < GROUP)[:, None] & (d < DIM)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    base = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * MAX_SPLITS
-    for split in range(tl.cdiv(end_key - start_key, share)):
-        place = (base + split) * BLOCK_M + tl.program_id(2) * GROUP + group
-        part_peak = tl.load(stats_ptr + place * 2, mask=group < GROUP, other=float("-inf"))
-        part_total = tl.load(stats_ptr + place * 2 + 1, mask=group < GROUP, other=0.0)
-        part = tl.load(acc_ptr + place[:, None] * DIM + d, mask=inside, other=0.0)
-        new_peak = tl.maximum(peak, part_peak)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay, part_decay = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
-        acc = acc * decay[:, None] + part * part_decay[:, None]
-        total = total * decay + part_total * part_decay
-        peak = new_peak
-    head = kv_head * GROUP + group
-    packed = (first_row + row).to(tl.int64) * NUM_KV_HEADS * GROUP
-    tl.store(out_ptr + (packed + head[:, None]) * DIM + d, acc / total[:, None], mask=inside)
+        tl.debug_barrier()  # the whole program has written before it says so
+        if tl.atomic_add(done_ptr + of_tile, 1, sem="acq_rel") == num_shares - 1:
+            tl.store(done_ptr + of_tile, 0)  # for the next launch
+            whole = _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M, DIM)
+            tl.store(out_ptr + out_place, whole, mask=inside)
 
 
 def ragged_attention(
@@ -405,17 +385,24 @@ def _attend(
         "BLOCK_D": block_size(dim, 16),
     }
     count = lens if num_reqs is None else num_reqs
+    done = stats
+    if max_splits > 1:
+        done = _counters(q.device)
+        assert num_programs <= len(done), "so many programs need no shares"
     _attention_kernel[(num_slots * num_tiles, num_kv_heads, max_splits)](
-        q, k_cache, v_cache, k, v, out, acc, stats, indptr, lens, count, page_table,
+        q, k_cache, v_cache, k, v, out, acc, stats, done, indptr, lens, count, page_table,
         num_packed, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
         CAUSAL=causal, LOCAL_N=block_size(max_rows, 16) if block_k is not None else 16, DOT=dot_type(q.dtype),
         num_warps=num_warps, num_stages=num_stages, **shape,
     )  # fmt: skip
-    if max_splits > 1:
-        _combine_kernel[(num_slots * num_tiles, num_kv_heads, tile)](
-            out, acc, stats, indptr, lens, count, BLOCK_G=block_size(group), **shape
-        )
     return out
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> Tensor:
+    """How many shares of each tile and key head are done: zeros between launches, of which one runs at a time."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "to be made before a capture"
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def _evenly_spaced(x: Tensor) -> Tensor:
