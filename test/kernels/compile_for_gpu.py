@@ -26,7 +26,7 @@ from flashspark.kernels.philox import step_uniforms
 from flashspark.kernels.selector import selector_walk_with_feature, top_candidates
 from flashspark.kernels.target_probs import adjust_logits, target_probs
 from flashspark.kernels.top_tokens import best_tokens
-from flashspark.kernels.triton import paged_attention
+from flashspark.kernels.triton import launch, paged_attention
 
 BFLOAT16 = torch.bfloat16
 SHARED_BYTES = 227 * 1024  # of one program on an H200
@@ -147,8 +147,25 @@ def draft(n: int, dtype: torch.dtype) -> None:
     estimator.predict(values, ids(n), floats(2), floats(2, 7), "triton")
 
 
+def programmatic(n: int, dtype: torch.dtype) -> None:
+    """A layer's kernels that start early."""
+    if dtype == BFLOAT16:
+        launch.PROGRAMMATIC_LAUNCH = True
+        rows(n, dtype)
+        q, cache = zeros(n * 8, 32, 128), zeros(64, 8, 128)
+        paged_attention.ragged_attention(q, cache, cache, ids(n + 1), ids(n), None, ids(n, 64), 16, 0.1, 8)
+        launch.PROGRAMMATIC_LAUNCH = False
+
+
 VOCAB_SIZE = 151936
-GROUPS = {"rows": rows, "attention": attention, "planning": planning, "tokens": tokens, "draft": draft}
+GROUPS = {
+    "rows": rows,
+    "attention": attention,
+    "programmatic": programmatic,
+    "planning": planning,
+    "tokens": tokens,
+    "draft": draft,
+}
 
 
 def calls(names: list[str]) -> Iterator[None]:

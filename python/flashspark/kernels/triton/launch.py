@@ -6,12 +6,34 @@ import torch
 import triton
 import triton.language as tl
 
+# Whether a layer's kernels start while the one before them ends (programmatic dependent launch, from sm_90 on).
+PROGRAMMATIC_LAUNCH = False
+
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def is_interpreted() -> bool:
     """Whether kernels run under Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def launch_options() -> dict[str, bool]:
+    """Of kernels that call `await_previous`: its argument, and how they are launched."""
+    if PROGRAMMATIC_LAUNCH and not is_interpreted():
+        return {"PROGRAMMATIC": True, "launch_pdl": True}
+    return {"PROGRAMMATIC": False}
+
+
+@triton.jit
+def await_previous(PROGRAMMATIC: tl.constexpr):
+    """Lets the next kernel start, and waits until the one before has ended and all of its writes are seen.
+
+    Every program of a kernel that is launched so calls this, before it reads or writes anything but weights: a kernel
+    that ended without having waited would let its successor overtake its predecessor.
+    """
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

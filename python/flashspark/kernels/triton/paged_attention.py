@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import block_size, dot_type, is_interpreted
+from .launch import await_previous, block_size, dot_type, is_interpreted, launch_options
 
 PROGRAMS = 264  # two for each multiprocessor of an H200: with half as many, keys are split
 MAX_SPLITS = 32
@@ -196,12 +196,13 @@ def _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M: tl.co
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, indptr_ptr, lens_ptr,
     num_reqs_ptr, table_ptr, num_packed, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
-    scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, LOCAL_N: tl.constexpr, DOT: tl.constexpr,
+    scale, PROGRAMMATIC: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr,
+    TILE: tl.constexpr, NUM_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LOCAL_N: tl.constexpr, DOT: tl.constexpr,
 ):
     # fmt: on
+    await_previous(PROGRAMMATIC)
     request = tl.program_id(0) // NUM_TILES
     tile = tl.program_id(0) % NUM_TILES
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -393,7 +394,7 @@ def _attend(
         q, k_cache, v_cache, k, v, out, acc, stats, done, indptr, lens, count, page_table,
         num_packed, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
         CAUSAL=causal, LOCAL_N=block_size(max_rows, 16) if block_k is not None else 16, DOT=dot_type(q.dtype),
-        num_warps=num_warps, num_stages=num_stages, **shape,
+        num_warps=num_warps, num_stages=num_stages, **shape, **launch_options(),
     )  # fmt: skip
     return out
 

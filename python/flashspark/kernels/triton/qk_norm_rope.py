@@ -7,16 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import block_size
+from .launch import await_previous, block_size, launch_options
 
 HEADS = 16  # of a program
 
 
 @triton.jit
-def _normed(x_ptr, weight_ptr, inside, inverse):
+def _normed(x_ptr, weight, inside, inverse):
     """A normed and weighted element block, rounded as `rms_norm` does, in float32."""
     x = tl.load(x_ptr, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr, mask=inside, other=0.0)
     normed = (x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
 
@@ -34,6 +33,7 @@ def _qk_norm_rope_kernel(
     qkv_stride,
     eps,
     value_scale,
+    PROGRAMMATIC: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -50,12 +50,15 @@ def _qk_norm_rope_kernel(
     turned = is_turned & in_row
     partner = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
     source = qkv_ptr + row * qkv_stride + head * DIM
+    own_weight = tl.load(weight_ptr + head * DIM + column, mask=turned, other=0.0)
+    other_weight = tl.load(weight_ptr + head * DIM + partner, mask=turned, other=0.0)
+    await_previous(PROGRAMMATIC)
 
     x = tl.load(source + column, mask=turned, other=0.0)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
-    own = _normed(source + column, weight_ptr + head * DIM + column, turned, inverse)
-    other = _normed(source + partner, weight_ptr + head * DIM + partner, turned, inverse)
+    own = _normed(source + column, own_weight, turned, inverse)
+    other = _normed(source + partner, other_weight, turned, inverse)
     cos = tl.load(cos_ptr + row * DIM + column, mask=in_row, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + row * DIM + column, mask=in_row, other=0.0).to(tl.float32)
     out = ((own * cos).to(x.dtype).to(tl.float32) + other * sin).to(x.dtype)
@@ -135,5 +138,6 @@ def _launch(
             TO_SLOTS=slots is not None,
             HEADS=heads,
             BLOCK=block_size(dim),
+            **launch_options(),
         )
     return q

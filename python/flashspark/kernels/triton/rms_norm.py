@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import block_size
+from .launch import await_previous, block_size, launch_options
 
 ELEMENTS = 2048  # of a program: several short rows, or one long one
 
@@ -25,6 +25,7 @@ def _rms_norm_kernel(
     weight_inner,
     weight_outer,
     eps,
+    PROGRAMMATIC: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,6 +34,9 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < size)
     at = row * size + column
+    weight_row = (row // weight_inner) % weight_outer
+    weight = tl.load(weight_ptr + weight_row * size + column, mask=inside, other=0.0)
+    await_previous(PROGRAMMATIC)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -41,8 +45,6 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / size + eps)
     normed = (wide * inverse[:, None]).to(x.dtype)
-    weight_row = (row // weight_inner) % weight_outer
-    weight = tl.load(weight_ptr + weight_row * size + column, mask=inside, other=0.0)
     tl.store(out_ptr + at, normed.to(tl.float32) * weight.to(tl.float32), mask=inside)
 
 
@@ -99,6 +101,7 @@ def _launch(
         ROWS=per_program,
         BLOCK=block,
         num_warps=8 if block > 2048 else 4,
+        **launch_options(),
     )
 
 

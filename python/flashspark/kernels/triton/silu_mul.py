@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import await_previous, launch_options
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -28,5 +31,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, 2 * size).contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _silu_mul_kernel[(rows.shape[0], triton.cdiv(size, BLOCK))](rows, out, size, BLOCK=BLOCK)
+        grid = (rows.shape[0], triton.cdiv(size, BLOCK))
+        _silu_mul_kernel[grid](rows, out, size, BLOCK=BLOCK, **launch_options())
     return out
