@@ -3,6 +3,7 @@
     python benchmark/gpu_serving.py --in-process --model-path PAIR/target --draft PAIR/dflash2 --out table.json
     python benchmark/gpu_serving.py --in-process … --concurrency 1,2,4 --resume --out table.json     # in pieces
     python benchmark/gpu_serving.py --in-process … --simulate-accept 4 --out simulated.json          # against a peer
+    python benchmark/gpu_serving.py --in-process … --breakdown FOLDER --out table.json   # then `step_breakdown.py`
 
 One engine plays every arm through its live switches, A B … B A …, on the same prompts with as many output tokens, and
 in process with the same draws: sampled tokens are the same too, until the arms verify different numbers of rows. A run
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -43,7 +45,7 @@ from servers import ROOT
 sys.path.insert(0, str(ROOT / "python"))
 
 from serving import ARM, median_interval, oracle_ratio, settings_of
-from serving_file import Point, Results, workload_of
+from serving_file import Point, Results, described, workload_of
 from serving_report import show, show_peer, show_summary
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -325,6 +327,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-seconds", type=float, help="begin no point that would not be through by then"
     )
+    parser.add_argument(
+        "--breakdown", type=Path, help="folder: of a step, on the same engine after the points"
+    )
     parser.add_argument("--commit", help="to record, where there is no repository to ask")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true", help="go on with the points that --out lacks")
@@ -342,6 +347,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--arms {options.arms[0]} …: the first arm runs in every repeat: static, static:N or compact"
         )
+    if options.breakdown is not None and not options.in_process:
+        parser.error("--breakdown looks into the engine: --in-process")
     for arm in options.arms:
         if not re.fullmatch(ARM, arm):
             parser.error(f"--arms {arm}: static, static:N, compact, cap-accept or off")
@@ -383,7 +390,7 @@ def main() -> None:
     results, began = Results(options), time.monotonic()
     missing = [point for point in points_of(options) if results.lacks(point)]
     print(f"{len(missing)} of {len(points_of(options))} points to measure", flush=True)
-    if missing:
+    if missing or lacks_breakdown(options):
         prompts = read_prompts(options)
         with started(options) as engine:
             table, ready_s = Table(options, engine, prompts), time.monotonic()
@@ -392,11 +399,41 @@ def main() -> None:
             table.settle(missing)
             print(f"warm after {time.monotonic() - ready_s:.0f} s more", flush=True)
             _measure_all(options, table, results, missing, began)
+            if lacks_breakdown(options):
+                _break_down(options, engine)
     show_summary(results.rows)
     if options.simulate_accept is not None:
         show_peer(results.rows)
     left = sum(results.lacks(point) for point in points_of(options))
     print(f"{left} points to go: the same command with --resume" if left else "all points are measured")
+
+
+def lacks_breakdown(options: argparse.Namespace) -> bool:
+    """Whether one is asked for that was not made to its end, or not with `--resume`."""
+    if options.breakdown is None:
+        return False
+    path = options.breakdown / "step_breakdown.json"
+    return not (options.resume and path.exists() and "bars" in json.loads(path.read_text()))
+
+
+def _break_down(options: argparse.Namespace, engine: Engine) -> None:
+    from step_breakdown import Breakdown
+    from step_breakdown import parse as breakdown_options
+
+    assert isinstance(engine, InProcessEngine)
+    wanted, _ = breakdown_options(["--out", str(options.breakdown)])
+    wanted.commit = options.commit
+    wanted.requests = [n for n in wanted.requests if n <= engine.info["max_running_requests"]]
+    wanted.traces = [name for name in wanted.traces if int(name.partition(":")[2]) in wanted.requests]
+    if "compact" not in options.arms:
+        wanted.modes.remove("compact")
+        wanted.traces = [name for name in wanted.traces if not name.startswith("compact")]
+    print("\nwhere the time goes", flush=True)
+    started_s = time.monotonic()
+    failures = Breakdown(
+        engine.scheduler, engine.info["context_length"], described(engine.info), wanted
+    ).run()
+    print(f"broken down in {time.monotonic() - started_s:.0f} s, {len(failures)} failures", flush=True)
 
 
 def _measure_all(

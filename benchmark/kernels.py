@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+from graph_timing import DEVICE, time_calls, time_graph  # noqa: E402
+
 if DEVICE == "cpu":  # before the kernels are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -49,47 +50,6 @@ from servers import provenance  # noqa: E402
 GEMM_TOKENS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 ROTATED_BYTES = 200e6  # over three times the L2 cache of an H200
 MAX_SETS = 32
-REPLAY_S = 0.03  # of a case's replays together
-MIN_REPLAYS, MAX_REPLAYS = 5, 50
-
-
-def time_calls(call: Callable[[], Any], num_calls: int = 1) -> float:
-    """Median microseconds of one of the `num_calls` calls that `call` makes."""
-    if DEVICE == "cpu":
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) / num_calls * 1e6
-    times: list[float] = []
-    spent = 0.0
-    while len(times) < MIN_REPLAYS or (spent < REPLAY_S and len(times) < MAX_REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_calls)
-        spent += start.elapsed_time(end) * 1e-3
-    return statistics.median(times)
-
-
-def time_graph(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds of one of `calls`, captured one after the other."""
-    if DEVICE == "cpu":
-        return time_calls(calls[0])
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:  # compiles, and makes cuBLAS choose
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return time_calls(graph.replay, len(calls))
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -39,10 +39,19 @@ def workload_of(text: str) -> tuple[str, float]:
     return name, float(temperature)
 
 
+def described(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of an engine's description."""
+    names = (
+        *("max_running_requests", "max_total_num_tokens", "dtype", "device", "attention_backend"),
+        *("speculative_cost_table_json", "speculative_num_draft_tokens"),
+    )
+    return {name: info[name] for name in names if name in info}
+
+
 class Results:
     """The file of a table: measured points, in order, and what they were measured with."""
 
-    _RUN = ("out", "resume", "budget_seconds", "concurrency", "max_running_requests", "commit")
+    _RUN = ("out", "resume", "breakdown", "budget_seconds", "concurrency", "max_running_requests", "commit")
 
     def __init__(self, options: argparse.Namespace) -> None:
         source = provenance()
@@ -75,18 +84,8 @@ class Results:
 
     def describe(self, engine: Engine, seconds: float) -> None:
         """Adds the engine that the next points are measured with."""
-        names = (
-            "max_running_requests",
-            "max_total_num_tokens",
-            "dtype",
-            "device",
-            "attention_backend",
-            "speculative_cost_table_json",
-            "speculative_num_draft_tokens",
-        )
-        known = {name: engine.info[name] for name in names if name in engine.info}
         self.content["engines"].append(
-            {"command": self.content["command"], "start_seconds": seconds, **known}
+            {"command": self.content["command"], "start_seconds": seconds, **described(engine.info)}
         )
 
     def add(self, row: Mapping[str, Any], seconds: float) -> None:

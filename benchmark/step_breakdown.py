@@ -1,15 +1,18 @@
-"""Where a decode step's time goes: draft, verify, accept and idle on the device; plan, launch and the rest on the host.
-
-In process, by mode and concurrency.
+"""Where a decode step's time goes, kernel by kernel, and what of it the bars are about.
 
     python benchmark/step_breakdown.py --model-path demo --speculative-algorithm DFLASH \\
         --speculative-draft-model-path demo-dflash2 --out FOLDER [--requests 1,8,32,128] [--modes plain,static,compact]
+    python benchmark/gpu_serving.py … --breakdown FOLDER     # the same on the engine of a serving table
 
 Flags that it does not know are the server's. One engine runs all modes, through the live switches. Of every mode and
 number of requests, `--steps` steps are timed in which all of them decode and nobody is prefilled. Device times are from
 CUDA events at the stages' borders (`engine/stage_clock.py`); idle is what passes from the end of a step's device work
 to the beginning of the next. On the host: `plan`, `launch` (from the first border to the last) and `busy`, all of a
-turn of the loop but the waits for events. Prints a table of medians, writes `step_breakdown.json`.
+turn of the loop but the waits for events.
+
+On a GPU also: the products of whole steps by themselves, planning with packing, the estimator (`step_parts.py`), and
+last, since a profiler slows down what follows, the kernels of some cells' steps (`device_trace.py`). What fails is
+reported and does not end the run. Prints tables, writes `step_breakdown.json` and `step_breakdown.txt`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
+import device_trace  # noqa: E402
+import step_parts  # noqa: E402
 from servers import provenance  # noqa: E402
+from serving_file import described  # noqa: E402
 
 from flashspark.args.command_line import parse_args  # noqa: E402
 from flashspark.demo import DEMO_PROMPTS  # noqa: E402
@@ -38,6 +45,8 @@ from flashspark.engine.stage_clock import StageClock, StageTimes  # noqa: E402
 from flashspark.ipc import GenerateRequest, SamplingParams  # noqa: E402
 from flashspark.scheduler.build import build_scheduler  # noqa: E402
 from flashspark.scheduler.scheduler import Scheduler  # noqa: E402
+from flashspark.scheduler.step_record import StepRecord  # noqa: E402
+from flashspark.speculative.worker import SpeculativeWorker  # noqa: E402
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {"speculation": False, "ragged_verify_mode": "static"},
@@ -45,6 +54,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "cap-accept": {"speculation": True, "ragged_verify_mode": "cap-accept"},
     "compact": {"speculation": True, "ragged_verify_mode": "compact"},
 }
+
+
+TRACES = ("plain:1", "static:1", "compact:1", "static:32", "compact:32", "static:128", "compact:128")
+MAX_SETTLING_TURNS, SETTLING_STEPS = 20, 60
+# What is asked of an H200 with the pair at Qwen3-8B's size, at most.
+IDLE_SHARE, PLAN_MS, PACK_US, ESTIMATOR_US = 0.03, 0.2, 40.0, 60.0
+OVER_CHAIN = {("plain", 1): 1.10, ("static", 1): 1.15, ("static", 32): 1.15, ("static", 128): 1.10}
 
 
 class HostTimes:
@@ -78,11 +94,13 @@ class HostTimes:
         return timed
 
 
-class Engine:
-    """A scheduler in this process, and the requests that keep it busy."""
+class Cells:
+    """An idle scheduler, and the requests that keep it busy while a cell is measured."""
 
-    def __init__(self, server_flags: list[str], num_prompt_tokens: int, temperature: float) -> None:
-        self.scheduler, self.ready = build_scheduler(parse_args(server_flags), lambda output: None)
+    def __init__(
+        self, scheduler: Scheduler, context_length: int, num_prompt_tokens: int, temperature: float
+    ) -> None:
+        self.scheduler, self._context_length = scheduler, context_length
         self._temperature = temperature
         texts = [prompt["token_ids"] for prompt in json.loads(DEMO_PROMPTS.read_text())]
         joined = list(itertools.chain.from_iterable(texts))
@@ -90,13 +108,39 @@ class Engine:
         self._prompts = [joined[i : i + size] for i in range(0, len(joined) - size, size)]
         self._num_sent = 0
 
+    @property
+    def worker(self) -> SpeculativeWorker:
+        """What runs the steps."""
+        return self.scheduler._worker
+
+    def become(self, mode: str) -> None:
+        """Switches the idle scheduler; RuntimeError where it refuses."""
+        refusal = self.scheduler.set_internal_state(SWITCHES[mode])
+        if refusal is not None:
+            raise RuntimeError(refusal)
+
+    def settle(self, num_reqs: int) -> None:
+        """Compact, until its estimator knows enough to plan by."""
+        self.become("compact")
+        for _ in range(MAX_SETTLING_TURNS):
+            assert self.worker.adaptive is not None
+            if self.worker.adaptive.source.is_ready:
+                return
+            self.fill(num_reqs)
+            for _ in range(SETTLING_STEPS):
+                self.scheduler.step()
+            self.empty()
+        raise RuntimeError("the estimator does not get ready: compact is measured with full blocks")
+
     def fill(self, num_reqs: int) -> None:
         """`num_reqs` requests, as long as the context allows, and steps until all of them decode."""
+        if num_reqs > self.scheduler.limits.max_running_requests:
+            raise RuntimeError(f"{num_reqs} requests do not run at once: raise --max-running-requests")
         for _ in range(num_reqs):
             prompt = self._prompts[self._num_sent % len(self._prompts)]
             self._num_sent += 1
             sampling = SamplingParams(
-                max_new_tokens=self.ready.context_length - len(prompt),
+                max_new_tokens=self._context_length - len(prompt),
                 temperature=self._temperature,
                 ignore_eos=True,
             )
@@ -106,7 +150,7 @@ class Engine:
             self.scheduler.step()
             if len(residency.residents) == num_reqs and all(r.is_decodable for r in residency.residents):
                 return
-        raise RuntimeError(f"{num_reqs} requests do not all decode: raise --max-running-requests or the pool")
+        raise RuntimeError(f"{num_reqs} requests do not all decode: they end too soon, or the pool is small")
 
     def empty(self) -> None:
         """Aborts everybody."""
@@ -115,34 +159,63 @@ class Engine:
             self.scheduler.step()
         self.scheduler.flush_cache()
 
+    def begin(self, mode: str, num_reqs: int, num_warm_up: int) -> None:
+        """Everybody decodes in `mode`, and has for some steps."""
+        self.become(mode)
+        self.fill(num_reqs)
+        for _ in range(num_warm_up):
+            self.scheduler.step()
+
+    def trace(self, mode: str, num_reqs: int, num_warm_up: int, num_steps: int) -> list[device_trace.Span]:
+        """What the device does in `num_steps` steps.
+
+        Raises:
+            RuntimeError: the mode cannot be switched on, the profiler sees nothing, or the requests end too early.
+        """
+        self.begin(mode, num_reqs, num_warm_up)
+        first = self.scheduler.num_steps
+
+        def run() -> None:
+            for _ in range(num_steps):
+                self.scheduler.step()
+
+        spans = device_trace.trace(run)
+        self._check_records(num_reqs, num_steps, first)
+        self.empty()
+        return spans
+
+    def _check_records(self, num_reqs: int, num_steps: int, first: int) -> list[StepRecord]:
+        """Of the steps after turn `first`."""
+        records = [r for r in self.scheduler.records if r.forward_ct > first]
+        if any(r.num_reqs != num_reqs for r in records):
+            raise RuntimeError(
+                f"requests ended within {num_steps} steps: give fewer --steps or a longer context"
+            )
+        return records
+
     def measure(self, mode: str, num_reqs: int, num_warm_up: int, num_steps: int) -> dict[str, Any]:
         """One cell of the table.
 
         Raises:
             RuntimeError: the mode cannot be switched on, or the requests end too early.
         """
-        refusal = self.scheduler.set_internal_state(SWITCHES[mode])
-        if refusal is not None:
-            raise RuntimeError(refusal)
-        self.fill(num_reqs)
-        for _ in range(num_warm_up):
-            self.scheduler.step()
-        clock, host, times = StageClock(self.scheduler._worker.runner.device), HostTimes(), []
-        self.scheduler._worker.stage_clock = clock
+        self.begin(mode, num_reqs, num_warm_up)
+        clock, host, times = StageClock(self.worker.runner.device), HostTimes(), []
+        self.worker.stage_clock = clock
         first = self.scheduler.num_steps
-        with host.counting(self.scheduler):
-            for _ in range(num_steps + 1):
-                before = host.plan, host.wait, time.perf_counter()
-                self.scheduler.step()
-                now = host.plan, host.wait, time.perf_counter()
-                times.append([b - a for a, b in zip(before, now, strict=True)])
-        self.scheduler._worker.stage_clock = None
+        try:
+            with host.counting(self.scheduler):
+                for _ in range(num_steps + 1):
+                    before = host.plan, host.wait, time.perf_counter()
+                    self.scheduler.step()
+                    now = host.plan, host.wait, time.perf_counter()
+                    times.append([b - a for a, b in zip(before, now, strict=True)])
+        finally:
+            self.worker.stage_clock = None
         steps = clock.steps()
-        records = [r for r in self.scheduler.records if r.forward_ct > first]
-        if len(steps) < num_steps or any(r.num_reqs != num_reqs for r in records):
-            raise RuntimeError(
-                f"requests ended within {num_steps} steps: give fewer --steps or a longer context"
-            )
+        records = self._check_records(num_reqs, num_steps, first)
+        if len(steps) < num_steps:
+            raise RuntimeError(f"only {len(steps)} of {num_steps} steps were seen")
         self.empty()
         return cell(mode, num_reqs, steps, times[1:], records)
 
@@ -205,44 +278,177 @@ def line(c: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Exit code 1 where a cell could not be measured."""
+class Breakdown:
+    """Measures cell after cell and part after part; keeps what came out and what failed."""
+
+    def __init__(
+        self, scheduler: Scheduler, context_length: int, info: Any, options: argparse.Namespace
+    ) -> None:
+        self._options = options
+        self._cells = Cells(scheduler, context_length, options.prompt_tokens, options.temperature)
+        source = provenance()
+        source["commit"] = options.commit or source["commit"]
+        self.content: dict[str, Any] = {**source, "engine": info, "cells": [], "failures": []}
+        self._shown: list[str] = []
+
+    def run(self) -> list[str]:
+        """Everything; returns what failed."""
+        options, cells = self._options, self._cells
+        if "compact" in options.modes:
+            self._try("settling", lambda: cells.settle(min(32, max(options.requests))))
+        self._show(HEADER)
+        for num_reqs in options.requests:
+            for mode in options.modes:
+                self._try(f"{mode}, {num_reqs} requests", lambda m=mode, n=num_reqs: self._measure(m, n))
+        if cells.worker.runner.device.type == "cuda" and not options.cells_only:
+            self._parts()
+            for name in options.traces:
+                mode, _, num_reqs = name.partition(":")
+                self._try(f"trace of {name}", lambda m=mode, n=int(num_reqs): self._trace(m, n))
+        self._show("\n".join(bars(self.content)))
+        failures: list[str] = self.content["failures"]
+        return failures
+
+    def _measure(self, mode: str, num_reqs: int) -> None:
+        found = self._cells.measure(mode, num_reqs, self._options.warm_up, self._options.steps)
+        self.content["cells"].append(found)
+        self._show(line(found))
+
+    def _parts(self) -> None:
+        worker, requests = self._cells.worker, self._options.requests
+        content = self.content
+        content["chains"], content["plan_and_pack_us"], content["estimator_us"] = [], {}, {}
+        for mode, with_draft in (("plain", False), ("static", True)):
+            for num_reqs in requests if mode in self._options.modes else ():
+                self._try(
+                    f"products of {mode}, {num_reqs} requests",
+                    lambda m=mode, n=num_reqs, d=with_draft: content["chains"].append(
+                        {"mode": m, "num_reqs": n, **step_parts.chain(worker, n, d)}
+                    ),
+                )
+        if worker.gamma:
+            for name, part in (
+                ("plan_and_pack_us", step_parts.plan_and_pack_us),
+                ("estimator_us", step_parts.estimator_us),
+            ):
+                for n in requests:
+                    self._try(
+                        f"{name}, {n} requests",
+                        lambda name=name, part=part, n=n: content[name].update({str(n): part(worker, n)}),
+                    )
+        for name in ("chains", "plan_and_pack_us", "estimator_us"):
+            self._show(f"{name}: {json.dumps(content[name])}")
+
+    def _trace(self, mode: str, num_reqs: int) -> None:
+        options = self._options
+        spans = self._cells.trace(mode, num_reqs, options.warm_up, options.traced_steps)
+        untraced = cell_of(self.content, mode, num_reqs)
+        step_us = None if untraced is None else untraced["step_ms"] * 1e3
+        found = device_trace.summary(spans, options.traced_steps, step_us)
+        self.content.setdefault("traces", {})[f"{mode}:{num_reqs}"] = found
+        self._show(device_trace.table(f"\n{mode}, {num_reqs} requests", found))
+
+    def _try(self, what: str, measure: Callable[[], object]) -> None:
+        """A part that fails does not take the others' figures with it; after each the file is written."""
+        try:
+            measure()
+        except Exception as error:
+            self.content["failures"].append(f"{what}: {error}")
+            self._show(f"FAILED {what}: {traceback.format_exc()}")
+            self._cells.empty()
+        self._write()
+
+    def _show(self, text: str) -> None:
+        self._shown.append(text)
+        print(text, flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        folder: Path | None = self._options.out
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.content, indent=1, default=str)
+            (folder / "step_breakdown.json").write_text(text + "\n")
+            (folder / "step_breakdown.txt").write_text("\n".join(self._shown) + "\n")
+
+
+def cell_of(content: dict[str, Any], mode: str, num_reqs: int) -> dict[str, Any] | None:
+    """The cell, if it was measured."""
+    found = (c for c in content["cells"] if (c["mode"], c["num_reqs"]) == (mode, num_reqs))
+    return next(found, None)
+
+
+def bars(content: dict[str, Any]) -> list[str]:
+    """Each figure that has a bar, beside it."""
+    found: list[tuple[str, float, float]] = [
+        (f"idle share, {c['mode']}, {c['num_reqs']} requests", c["idle_share"], IDLE_SHARE)
+        for c in content["cells"]
+    ]
+    planned = [c["host_ms"]["plan"] for c in content["cells"] if c["mode"] == "compact"]
+    if planned:
+        found.append(("planning on the host, ms, most", max(planned), PLAN_MS))
+    for num_reqs, us in content.get("plan_and_pack_us", {}).items():
+        found.append((f"planning and packing, µs, {num_reqs} requests", us, PACK_US))
+    for num_reqs, parts in content.get("estimator_us", {}).items():
+        found.append((f"estimator, µs, {num_reqs} requests", parts["total_us"], ESTIMATOR_US))
+    for chain in content.get("chains", ()):
+        c, key = cell_of(content, chain["mode"], chain["num_reqs"]), (chain["mode"], chain["num_reqs"])
+        if c is not None and key in OVER_CHAIN:
+            what = f"step over its products, {key[0]}, {key[1]} requests"
+            found.append(
+                (
+                    f"{what} ({c['step_ms']:.2f} / {chain['chain_ms']:.2f} ms)",
+                    c["step_ms"] / chain["chain_ms"],
+                    OVER_CHAIN[key],
+                )
+            )
+            found.append(
+                (f"{what}, PyTorch's libraries", c["step_ms"] / chain["default_ms"], OVER_CHAIN[key])
+            )
+    content["bars"] = [{"what": what, "value": value, "bar": bar} for what, value, bar in found]
+    return [
+        "\nbars (at most)",
+        *(
+            f"{'met   ' if value <= bar else 'MISSED'} {value:8.3f} of {bar:6.3f}  {what}"
+            for what, value, bar in found
+        ),
+    ]
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the server's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=["plain", "static", "compact"])
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    names = lambda text: [name for name in text.split(",") if name]  # noqa: E731
+    parser.add_argument("--requests", type=numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--modes", type=names, default=["plain", "static", "compact"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--traces", type=names, default=list(TRACES), help="MODE:REQUESTS,… of kernel tables")
+    parser.add_argument("--traced-steps", type=int, default=20)
+    parser.add_argument("--cells-only", action="store_true", help="neither parts nor traces")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--commit", help="to record, where there is no repository to ask")
     parser.add_argument("--out", type=Path, help="folder of step_breakdown.json")
-    options, flags = parser.parse_known_args()
-    for mode in options.modes:
+    options, flags = parser.parse_known_args(arguments)
+    for mode in (*options.modes, *(name.partition(":")[0] for name in options.traces)):
         if mode not in SWITCHES:
             parser.error(f"no such mode: {mode}; there are {', '.join(SWITCHES)}")
+    return options, flags
+
+
+def main() -> int:
+    """Exit code 1 where something could not be measured."""
+    options, flags = parse()
     if "--max-running-requests" not in flags:
         flags += ["--max-running-requests", str(max(options.requests))]
     if {"cap-accept", "compact"} & set(options.modes) and "--ragged-verify-mode" not in flags:
         flags += ["--ragged-verify-mode", "compact"]
-    engine = Engine(flags, options.prompt_tokens, options.temperature)
-    cells, failures = [], []
-    print(HEADER, flush=True)
-    for num_reqs in options.requests:
-        for mode in options.modes:
-            try:
-                cells.append(engine.measure(mode, num_reqs, options.warm_up, options.steps))
-                print(line(cells[-1]), flush=True)
-            except RuntimeError as error:
-                failures.append(f"{mode}, {num_reqs} requests: {error}")
-                print(failures[-1], flush=True)
-                engine.empty()
-    result = {**provenance(), "engine": engine.ready.info, "cells": cells, "failures": failures}
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "step_breakdown.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
-    print("\n".join([HEADER, *(line(c) for c in cells), *failures]))
-    return 1 if failures else 0
+    scheduler, ready = build_scheduler(parse_args(flags), lambda output: None)
+    return 1 if Breakdown(scheduler, ready.context_length, described(ready.info), options).run() else 0
 
 
 if __name__ == "__main__":

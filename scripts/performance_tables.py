@@ -1,9 +1,9 @@
 """Writes the GPU's tables of docs/performance.md from the files under benchmark/results, and the plot beside them.
 
-    python scripts/performance_tables.py [--check]
+    python scripts/performance_tables.py [--check] [--record OUT]
 
 Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. `--check` writes nothing and fails where the page
-says something else than the files.
+says something else than the files. `--record` first takes over what `scripts/gpu_table.sh OUT` has measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+STEPS, NOT_RECORDED = "step_breakdown_h200.json", "Not recorded yet."
+RECORDED = {
+    "table.json": "gpu_serving_h200.json",
+    "simulated.json": "gpu_simulated_h200.json",
+    "breakdown/step_breakdown.json": STEPS,
+    "kernels/kernels.json": "kernels_h200.json",
+}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -120,11 +127,55 @@ def kernels() -> str:
     return table(("kernel, µs (floor)", *(f"{size} requests" for size in sizes)), rows)
 
 
+def steps() -> str:
+    """What the traced steps are made of."""
+    path = RESULTS / STEPS
+    if not path.exists():
+        return NOT_RECORDED
+    kinds = ("products", "attention", "copies", "other")
+    rows = []
+    for name, found in load(STEPS)["traces"].items():
+        mode, _, num_reqs = name.partition(":")
+        cells = [mode, num_reqs, *(f"{found['kinds_us'].get(kind, 0.0):,.0f}" for kind in kinds)]
+        step, gap = (found[key] for key in ("step_us", "gap_us"))
+        rows.append(
+            [*cells, *("–" if v is None else f"{v:,.0f}" for v in (gap, step)), f"{found['launches']:.0f}"]
+        )
+    head = ("mode", "requests", *(f"{kind}, µs" for kind in kinds), "gaps", "step", "launches")
+    return table(head, rows)
+
+
+def bars() -> str:
+    """What a step's parts took beside what they may."""
+    if not (RESULTS / STEPS).exists():
+        return NOT_RECORDED
+    rows = [[bar["what"], f"{bar['value']:.3f}", f"{bar['bar']:g}"] for bar in load(STEPS)["bars"]]
+    return table(("what", "measured", "bar"), rows)
+
+
+def portable(text: str) -> str:
+    """A measured file without the paths of the machine that it was measured on."""
+    text = re.sub(r"/[\w./-]+/(target|dflash2|dspark|peer-draft)\b", r"PAIR/\1", text)
+    return re.sub(r"(--(?:out|breakdown)[ =])/?(?:[\w.-]+/)+", r"\1OUT/", text)
+
+
+def record(out: Path) -> list[str]:
+    """Copies what lies in `out`; returns the names of what was written."""
+    written = []
+    for source, name in RECORDED.items():
+        if (out / source).exists():
+            (RESULTS / name).write_text(portable((out / source).read_text()))
+            written.append(name)
+    return written
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "peer": peer,
     "inflated": inflated,
     "kernels": kernels,
+    "steps": steps,
+    "bars": bars,
 }
 
 
@@ -143,7 +194,10 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="fail where the page is not what would be written"
     )
+    parser.add_argument("--record", type=Path, metavar="OUT", help="take over what gpu_table.sh has measured")
     options = parser.parse_args()
+    if options.record is not None:
+        print("recorded:", *record(options.record) or ["nothing"])
     page = PAGE.read_text()
     wanted = filled(page)
     if options.check:

@@ -1,0 +1,94 @@
+"""scripts/gpu_table.sh asks for every table, and performance_tables.py takes over what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import performance_tables
+
+ROOT = Path(__file__).parents[2]
+STUB = """#!/bin/sh
+case "$*" in *matplotlib*) exit 1;; -c*) exit 0;; esac
+echo "$*" >> "$CALLS"
+"""
+
+
+def calls_of(tmp_path, **environment) -> list[list[str]]:
+    """What the script runs on a machine where the pair is there, call by call."""
+    pair, stub, calls = tmp_path / "pair", tmp_path / "python", tmp_path / "calls"
+    (pair / "dspark").mkdir(parents=True, exist_ok=True)
+    (pair / "dspark" / "config.json").write_text("{}")
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    calls.unlink(missing_ok=True)
+    names = ("PIECES", "LENGTHS", "PARTS", "SERVER_ARGS", "TABLE_ARGS", "PEER_ARGS", "COMMIT", "PYTHONPATH")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_table.sh"), str(tmp_path / "out")],
+        env={**clean, "PAIR": str(pair), "PYTHON": str(stub), "CALLS": str(calls), **environment},
+        check=True,
+        capture_output=True,
+    )
+    return [line.replace(str(tmp_path), "T").split() for line in calls.read_text().splitlines()]
+
+
+def value_of(call: list[str], flag: str) -> str:
+    return call[call.index(flag) + 1]
+
+
+def test_one_engine_plays_the_whole_table_and_another_the_peers(tmp_path):
+    table, draft, simulated = calls_of(tmp_path, COMMIT="abc")
+    assert table[:2] == ["benchmark/gpu_serving.py", "--in-process"]
+    assert value_of(table, "--concurrency") == "1,2,4,8,16,32,64,128,256"
+    assert value_of(table, "--draft") == "T/pair/dflash2" and value_of(table, "--commit") == "abc"
+    lengths = table.index("--lengths")
+    assert table[lengths : lengths + 3] == ["--lengths", "W2:0", "W1:0"]
+    assert value_of(table, "--breakdown") == "T/out/breakdown" and "--resume" in table
+    assert draft == ["benchmark/peer_draft.py", "T/pair/dflash2", "T/pair/peer-draft"]
+    assert value_of(simulated, "--concurrency") == "1,4,8,16,32,64,128"
+    assert value_of(simulated, "--draft") == "T/pair/peer-draft"
+    assert value_of(simulated, "--simulate-accept") == "4" and "--lengths" not in simulated
+
+
+def test_pieces_and_parts(tmp_path):
+    calls = calls_of(
+        tmp_path, PIECES="1,2 64", LENGTHS="none", TABLE_ARGS="--repeats 5", PARTS="table breakdown"
+    )
+    assert [value_of(call, "--concurrency") for call in calls] == ["1,2", "64"]
+    assert ["--breakdown" in call for call in calls] == [False, True]
+    assert all(value_of(call, "--repeats") == "5" and "--lengths" not in call for call in calls)
+    (alone,) = calls_of(tmp_path, PARTS="breakdown", SERVER_ARGS="--page-size 32")
+    assert alone[0] == "benchmark/step_breakdown.py" and value_of(alone, "--page-size") == "32"
+
+
+def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
+    out, results = tmp_path / "out", tmp_path / "results"
+    (out / "breakdown").mkdir(parents=True)
+    results.mkdir()
+    command = "python x.py --model-path /tmp/a-b/target --draft /tmp/a-b/peer-draft --out /tmp/o.1/table.json"
+    (out / "table.json").write_text(json.dumps({"command": command}))
+    trace = {
+        "kinds_us": {"products": 4150.4, "other": 300.2},
+        "step_us": None,
+        "gap_us": None,
+        "launches": 545.2,
+    }
+    steps = {
+        "traces": {"plain:1": trace, "static:32": {**trace, "step_us": 9500.0, "gap_us": 321.4}},
+        "bars": [{"what": "idle share", "value": 0.01234, "bar": 0.03}],
+    }
+    (out / "breakdown" / "step_breakdown.json").write_text(json.dumps(steps))
+    monkeypatch.setattr(performance_tables, "RESULTS", results)
+    assert performance_tables.steps() == performance_tables.bars() == "Not recorded yet."
+    assert performance_tables.record(out) == ["gpu_serving_h200.json", "step_breakdown_h200.json"]
+    assert performance_tables.load("gpu_serving_h200.json")["command"] == (
+        "python x.py --model-path PAIR/target --draft PAIR/peer-draft --out OUT/table.json"
+    )
+    assert performance_tables.steps().splitlines()[2:] == [
+        "| plain | 1 | 4,150 | 0 | 0 | 300 | – | – | 545 |",
+        "| static | 32 | 4,150 | 0 | 0 | 300 | 321 | 9,500 | 545 |",
+    ]
+    assert performance_tables.bars().splitlines()[-1] == "| idle share | 0.012 | 0.03 |"
