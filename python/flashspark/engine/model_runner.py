@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, BlockQueries, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
-from flashspark.kernels.matmul import choose
+from flashspark.kernels.matmul_choice import choose
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 
@@ -56,15 +56,19 @@ class ModelRunner:
         """The same of the draft's."""
         return self._draft_backend
 
-    def choose_matmuls(self, row_counts: Sequence[int]) -> None:
-        """Measures how products of these numbers of rows are made (`kernels.matmul.choose`)."""
+    def choose_matmuls(self, row_counts: Sequence[int], logits: Tensor | None) -> None:
+        """Measures how products of these numbers of rows are made (`kernels.matmul_choice`).
+
+        `logits`: float32 [rows, V], written over; None: the head is left as it is.
+        """
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for model in (self.target, self.draft):
             for linear in () if model is None else model.linears():
                 if linear.weight is not None and linear.bias is None:
                     by_shape.setdefault(tuple(linear.weight.shape), []).append(linear.weight)
-        for weights in by_shape.values():
-            choose(weights, row_counts)
+        choose(list(by_shape.values()), row_counts)
+        if logits is not None:
+            choose([[self.target.tables.head_weight]], row_counts, logits)
 
     def prefill(self, chunks: Sequence[PrefillChunk], reads_hidden: bool = False) -> Tensor | None:
         """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length.

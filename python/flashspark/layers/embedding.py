@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from flashspark.kernels.half_linear import HalfWeight, half_linear, pack_half
+from flashspark.kernels.matmul import matmul
 from flashspark.layers.parameters import NamedParameters, Parameter
 
 # A tied table below this is kept a second time, transposed, for the head: 3 times faster with one row on a CPU.
@@ -48,17 +49,17 @@ class TokenTables:
             return linear(hidden, self.table).float()
         return torch.matmul(hidden, self.head).float()
 
+    @property
+    def head_weight(self) -> Tensor:
+        """[H, V], of a device that holds it."""
+        return self.table.t() if self.head is None else self.head
+
     def _gpu_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         """Float32 straight from the product: rounded to half precision, neighbouring logits would tie."""
-        head = self.table.t() if self.head is None else self.head
         rows = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.dtype == torch.float32:
-            logits = torch.mm(rows, head, out=out)
-        elif out is None:
-            logits = torch.mm(rows, head, out_dtype=torch.float32)
-        else:
-            logits = torch.mm(rows, head, out_dtype=torch.float32, out=out)
-        return logits.view(*hidden.shape[:-1], -1)
+        if out is None:
+            out = rows.new_empty(rows.shape[0], self.table.shape[0], dtype=torch.float32)
+        return matmul(rows, self.head_weight, out).view(*hidden.shape[:-1], -1)
 
     def parameters(self, embed_name: str, head_name: str) -> NamedParameters:
         shape = tuple(self.table.shape)

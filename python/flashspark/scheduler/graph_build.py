@@ -99,18 +99,18 @@ def build_graphs(
     )
     if captures:
         if not args.enable_deterministic_inference:  # a choice by time may be another one at the next start
-            _choose_matmuls(engine, grid, worker.width)
+            _choose_matmuls(engine, graphs, worker.width)
         _capture(graphs, (False,) if source is None else (False, True), device)
     return graphs
 
 
 @torch.inference_mode()
-def _choose_matmuls(engine: Engine, grid: TierGrid, width: int) -> None:
+def _choose_matmuls(engine: Engine, graphs: StepGraphs, width: int) -> None:
     """Of every number of rows that a captured step multiplies."""
-    started = time.monotonic()
+    started, grid = time.monotonic(), graphs.grid
     shapes = [*grid.plain_keys(), *(grid.reachable_keys() if width > 1 else ())]
     rows = {shape.num_tokens for shape in shapes} | {num_reqs * width for num_reqs in grid.buckets}
-    engine.runner.choose_matmuls(sorted(rows))
+    engine.runner.choose_matmuls(sorted(rows), graphs.logits)
     logger.info(
         "matrix products: measured for %d row counts in %.1f s", len(rows), time.monotonic() - started
     )

@@ -88,11 +88,11 @@ class StepGraphs:
         self._numbers = torch.zeros(4 * max_slots + 1, dtype=torch.int64, device=device)
         self._drafts = torch.zeros(max_slots, self.width - 1, dtype=torch.int64, device=device)
         self._confidence = torch.ones(max_slots, self.width - 1, device=device)
-        self._logits: Tensor | None = None
+        self.logits: Tensor | None = None
         self._dense_probs: Tensor | None = None  # of drafts drawn from the whole vocabulary
         if device.type == "cuda":  # one for all graphs: it is larger than all else that they need
             shape = (max_slots * self.width, runner.target.config.vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+            self.logits = torch.empty(shape, dtype=torch.float32, device=device)
 
     def load(self, numbers: StepNumbers, num_slots: int) -> None:
         """Uploads a step's numbers for `num_slots` slots, in one copy."""
@@ -172,7 +172,7 @@ class StepGraphs:
         state = self._runner.request_rows
         layout = pack(state, rows, drafts, run, shape.num_tokens, padded=True)
         cutoff = state.within_limits(cutoff, rows, state.context_lens[rows])
-        out = None if self._logits is None else self._logits[: shape.num_tokens]
+        out = None if self.logits is None else self.logits[: shape.num_tokens]
         return VerifyPiece(layout, cutoff, self._runner.verify(layout.input_ids, layout.queries, out))
 
     def _accept(self, shape: TierKey, width: int, verified: VerifyPiece) -> Accepted:
