@@ -13,7 +13,7 @@ from graph_timing import time_graph
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.kernels.matmul import matmul
+from flashspark.kernels.matmul import LIBRARIES, matmul, multiply
 from flashspark.layers.linear import Linear
 from flashspark.speculative.drafter import make_scratch_source
 from flashspark.speculative.sampling import RowSampling
@@ -24,7 +24,7 @@ COPIES = 10  # of a body of microseconds in a graph: its own launch counts for l
 NUM_CONTEXT_PRODUCTS = 2  # that a draft's `linears` begin with
 ESTIMATOR_STEPS = 200  # two refits
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @torch.inference_mode()
@@ -32,23 +32,29 @@ def chain(worker: SpeculativeWorker, num_reqs: int, with_draft: bool) -> dict[st
     """Milliseconds of the products of a whole step of full blocks, or of anchors alone, one after the other.
 
     `verify_ms` has the target's layers and head, `draft_ms` the draft's layers over whole blocks and the head over its
-    drafts; each with the library that the engine has chosen, and with PyTorch's own choice (`default_ms` of both).
+    drafts; each in the way that the engine has chosen, and by PyTorch's own choice (`default_ms` of both).
     `inject_ms`, which no chain counts, are the products that make verified rows part of the draft's context.
     """
     runner, graphs = worker.runner, worker.graphs
     width = worker.width if with_draft else 1
     num_rows, draft, target = num_reqs * width, runner.draft, runner.target
-    out = getattr(graphs, "_logits", None)
+    out = None if graphs is None else graphs.logits
 
-    def head(count: int) -> None:
-        hidden = _rows(count, target.config.hidden_size, runner)
-        target.logits(hidden, None if out is None else out[:count])
+    def head(count: int, product: Product) -> Callable[[], None]:
+        def body() -> None:
+            hidden = _rows(count, target.config.hidden_size, runner)
+            if out is None:
+                target.logits(hidden)
+            else:
+                product(hidden, target.tables.head_weight, out[:count])
+
+        return body
 
     def verify(product: Product) -> Callable[[], None]:
-        return _chained(runner, list(target.linears()), num_rows, product, lambda: head(num_rows))
+        return _chained(runner, list(target.linears()), num_rows, product, head(num_rows, product))
 
     found: dict[str, Any] = {"rows": num_rows, "verify_ms": time_graph([verify(matmul)]) * 1e-3}
-    default = time_graph([verify(torch.mm)]) * 1e-3
+    default = time_graph([verify(_usual)]) * 1e-3
     found["draft_ms"] = 0.0
     if draft is not None:
         linears = list(draft.linears())
@@ -56,12 +62,16 @@ def chain(worker: SpeculativeWorker, num_reqs: int, with_draft: bool) -> dict[st
         found["inject_ms"] = time_graph([_chained(runner, context, num_rows, matmul, None)]) * 1e-3
         if with_draft:
             last = num_reqs * worker.gamma
-            bodies = (_chained(runner, layers, num_rows, p, lambda: head(last)) for p in (matmul, torch.mm))
+            bodies = (_chained(runner, layers, num_rows, p, head(last, p)) for p in (matmul, _usual))
             found["draft_ms"], default_draft = (time_graph([body]) * 1e-3 for body in bodies)
             default += default_draft
     found["chain_ms"] = found["verify_ms"] + found["draft_ms"]
     found["default_ms"] = default
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _usual(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    return multiply(x, weight, out, LIBRARIES[0])
 
 
 def _rows(count: int, size: int, runner: ModelRunner) -> Tensor:
@@ -83,7 +93,7 @@ def _chained(
 
     def body() -> None:
         for weight in weights:
-            product(inputs[weight.shape[0]], weight)
+            product(inputs[weight.shape[0]], weight, None)
         if last is not None:
             last()
 
