@@ -66,31 +66,38 @@ def spans_of(events: Iterable[Any], device: DeviceType = DeviceType.CUDA) -> lis
     return sorted(spans, key=lambda span: span.start_ns)
 
 
+def added_us(spans: Sequence[Span]) -> list[float]:
+    """Microseconds by which each span lengthens the time in which something runs. A kernel that starts while the one
+    before it ends waits for it, and that is the other's time."""
+    added, end = [], 0
+    for span in spans:
+        added.append(max(0, span.end_ns - max(span.start_ns, end)) * 1e-3)
+        end = max(end, span.end_ns)
+    return added
+
+
 def busy_us(spans: Sequence[Span]) -> float:
     """Microseconds in which something ran: what overlaps counts once."""
-    busy, end = 0, 0
-    for span in spans:
-        busy += max(0, span.end_ns - max(span.start_ns, end))
-        end = max(end, span.end_ns)
-    return busy * 1e-3
+    return sum(added_us(spans))
 
 
 def summary(spans: Sequence[Span], num_steps: int, step_us: float | None = None) -> dict[str, Any]:
-    """Of one of `num_steps` equal steps, in microseconds.
+    """Of one of `num_steps` equal steps, in microseconds. Its kernels' times sum to `busy_us`; `us_each` is what one
+    took with what overlaps.
 
     Args:
         step_us: what it takes untraced; its gaps are what no kernel takes of that.
     """
-    by_name: dict[str, list[int]] = {}
-    for span in spans:
-        by_name.setdefault(span.name, []).append(span.end_ns - span.start_ns)
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for span, added in zip(spans, added_us(spans), strict=True):
+        by_name.setdefault(span.name, []).append((added, (span.end_ns - span.start_ns) * 1e-3))
     kernels: list[dict[str, Any]] = [
         {
             "kernel": short(name),
             "kind": kind_of(name),
-            "us": round(sum(times) * 1e-3 / num_steps, 2),
+            "us": round(sum(added for added, _ in times) / num_steps, 2),
             "launches": round(len(times) / num_steps, 2),
-            "us_each": round(sum(times) * 1e-3 / len(times), 2),
+            "us_each": round(sum(whole for _, whole in times) / len(times), 2),
             "name": name[:300],
         }
         for name, times in by_name.items()
@@ -99,9 +106,10 @@ def summary(spans: Sequence[Span], num_steps: int, step_us: float | None = None)
     kinds: dict[str, float] = {}
     for kernel in kernels:
         kinds[kernel["kind"]] = round(kinds.get(kernel["kind"], 0.0) + kernel["us"], 2)
-    gaps = {True: 0, False: 0}  # within what one call has launched, and between two
+    gaps, end = {True: 0, False: 0}, spans[0].end_ns  # within what one call has launched, and between two
     for a, b in pairwise(spans):
-        gaps[a.launch == b.launch] += max(0, b.start_ns - a.end_ns)
+        gaps[a.launch == b.launch] += max(0, b.start_ns - end)
+        end = max(end, b.end_ns)
     traced_us = (max(span.end_ns for span in spans) - spans[0].start_ns) * 1e-3 / num_steps
     busy = busy_us(spans) / num_steps
     return {

@@ -55,7 +55,13 @@ def test_a_step_is_its_kernels_and_its_gaps():
 def test_what_overlaps_is_busy_once():
     spans = [Span("a", 0, 10_000, 1), Span("b", 2_000, 4_000, 2), Span("c", 8_000, 12_000, 2)]
     assert device_trace.busy_us(spans) == 12.0
-    assert device_trace.summary(spans, 1)["gap_us"] is None
+    found = device_trace.summary(spans, 1)
+    assert {k["kernel"]: (k["us"], k["us_each"]) for k in found["kernels"]} == {
+        "a": (10.0, 10.0),
+        "c": (2.0, 4.0),
+        "b": (0.0, 2.0),
+    }
+    assert found["gap_us"] is None and found["traced"]["gaps_in_graphs_us"] == 0.0
 
 
 def test_kernels_are_told_by_their_names():
