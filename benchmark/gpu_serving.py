@@ -417,14 +417,14 @@ def lacks_breakdown(options: argparse.Namespace) -> bool:
 
 
 def _break_down(options: argparse.Namespace, engine: Engine) -> None:
-    from step_breakdown import Breakdown
+    from step_breakdown import Breakdown, trace_of
     from step_breakdown import parse as breakdown_options
 
     assert isinstance(engine, InProcessEngine)
     wanted, _ = breakdown_options(["--out", str(options.breakdown)])
     wanted.commit = options.commit
     wanted.requests = [n for n in wanted.requests if n <= engine.info["max_running_requests"]]
-    wanted.traces = [name for name in wanted.traces if int(name.partition(":")[2]) in wanted.requests]
+    wanted.traces = [name for name in wanted.traces if trace_of(name)[1] in wanted.requests]
     if "compact" not in options.arms:
         wanted.modes.remove("compact")
         wanted.traces = [name for name in wanted.traces if not name.startswith("compact")]

@@ -56,7 +56,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-TRACES = ("plain:1", "static:1", "compact:1", "static:32", "compact:32", "static:128", "compact:128")
+TRACES = (
+    "plain:1",
+    "static:1",
+    "compact:1",
+    "static:32",
+    "compact:32",
+    "static:128",
+    "compact:128",
+    "compact:128:1",
+)
 MAX_SETTLING_TURNS, SETTLING_STEPS = 20, 60
 # What is asked of an H200 with the pair at Qwen3-8B's size, at most.
 IDLE_SHARE, PLAN_MS, PACK_US, ESTIMATOR_US = 0.03, 0.2, 40.0, 60.0
@@ -101,7 +110,7 @@ class Cells:
         self, scheduler: Scheduler, context_length: int, num_prompt_tokens: int, temperature: float
     ) -> None:
         self.scheduler, self._context_length = scheduler, context_length
-        self._temperature = temperature
+        self.temperature = temperature
         texts = [prompt["token_ids"] for prompt in json.loads(DEMO_PROMPTS.read_text())]
         joined = list(itertools.chain.from_iterable(texts))
         size = num_prompt_tokens
@@ -120,12 +129,15 @@ class Cells:
             raise RuntimeError(refusal)
 
     def settle(self, num_reqs: int) -> None:
-        """Compact, until its estimator knows enough to plan by."""
+        """Compact, greedy and sampled in turn, until its estimator knows enough of both to plan by."""
         self.become("compact")
-        for _ in range(MAX_SETTLING_TURNS):
+        usual = self.temperature
+        for turn in range(MAX_SETTLING_TURNS):
             assert self.worker.adaptive is not None
             if self.worker.adaptive.source.is_ready:
+                self.temperature = usual
                 return
+            self.temperature = float(turn % 2)
             self.fill(num_reqs)
             for _ in range(SETTLING_STEPS):
                 self.scheduler.step()
@@ -141,7 +153,7 @@ class Cells:
             self._num_sent += 1
             sampling = SamplingParams(
                 max_new_tokens=self._context_length - len(prompt),
-                temperature=self._temperature,
+                temperature=self.temperature,
                 ignore_eos=True,
             )
             self.scheduler.add(GenerateRequest(str(self._num_sent), list(prompt), sampling))
@@ -303,8 +315,7 @@ class Breakdown:
         if cells.worker.runner.device.type == "cuda" and not options.cells_only:
             self._parts()
             for name in options.traces:
-                mode, _, num_reqs = name.partition(":")
-                self._try(f"trace of {name}", lambda m=mode, n=int(num_reqs): self._trace(m, n))
+                self._try(f"trace of {name}", lambda name=name: self._trace(name))
         self._show("\n".join(bars(self.content)))
         failures: list[str] = self.content["failures"]
         return failures
@@ -339,14 +350,20 @@ class Breakdown:
         for name in ("chains", "plan_and_pack_us", "estimator_us"):
             self._show(f"{name}: {json.dumps(content[name])}")
 
-    def _trace(self, mode: str, num_reqs: int) -> None:
-        options = self._options
-        spans = self._cells.trace(mode, num_reqs, options.warm_up, options.traced_steps)
-        untraced = cell_of(self.content, mode, num_reqs)
+    def _trace(self, name: str) -> None:
+        options, cells = self._options, self._cells
+        mode, num_reqs, temperature = trace_of(name, options.temperature)
+        cells.temperature = temperature
+        if temperature == options.temperature:
+            untraced = cell_of(self.content, mode, num_reqs)
+        else:
+            untraced = cells.measure(mode, num_reqs, options.warm_up, options.steps)
+            self._show(f"{line(untraced)} at temperature {temperature:g}")
+        spans = cells.trace(mode, num_reqs, options.warm_up, options.traced_steps)
         step_us = None if untraced is None else untraced["step_ms"] * 1e3
         found = device_trace.summary(spans, options.traced_steps, step_us)
-        self.content.setdefault("traces", {})[f"{mode}:{num_reqs}"] = found
-        self._show(device_trace.table(f"\n{mode}, {num_reqs} requests", found))
+        self.content.setdefault("traces", {})[name] = found
+        self._show(device_trace.table(f"\n{mode}, {num_reqs} requests, temperature {temperature:g}", found))
 
     def _try(self, what: str, measure: Callable[[], object]) -> None:
         """A part that fails does not take the others' figures with it; after each the file is written."""
@@ -370,6 +387,12 @@ class Breakdown:
             text = json.dumps(self.content, indent=1, default=str)
             (folder / "step_breakdown.json").write_text(text + "\n")
             (folder / "step_breakdown.txt").write_text("\n".join(self._shown) + "\n")
+
+
+def trace_of(name: str, usual_temperature: float = 0.0) -> tuple[str, int, float]:
+    """`MODE:REQUESTS` or `MODE:REQUESTS:TEMPERATURE`."""
+    mode, num_reqs, *temperature = name.split(":")
+    return mode, int(num_reqs), float(temperature[0]) if temperature else usual_temperature
 
 
 def cell_of(content: dict[str, Any], mode: str, num_reqs: int) -> dict[str, Any] | None:
@@ -426,7 +449,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--modes", type=names, default=["plain", "static", "compact"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=10)
-    parser.add_argument("--traces", type=names, default=list(TRACES), help="MODE:REQUESTS,… of kernel tables")
+    parser.add_argument(
+        "--traces", type=names, default=list(TRACES), help="MODE:REQUESTS[:TEMPERATURE],…: kernels"
+    )
     parser.add_argument("--traced-steps", type=int, default=20)
     parser.add_argument("--cells-only", action="store_true", help="neither parts nor traces")
     parser.add_argument("--prompt-tokens", type=int, default=128)

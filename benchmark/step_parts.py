@@ -119,7 +119,7 @@ def plan_and_pack_us(worker: SpeculativeWorker, num_reqs: int) -> float:
     graphs.load(StepNumbers([scratch] * num_reqs, caps, floors, [0] * num_reqs, num_drafts), num_slots)
     graphs.confidence(num_slots).uniform_()
     logits = torch.empty(0, device=worker.runner.device)
-    with _replaced(worker.runner, "verify", lambda *_: logits):
+    with _replaced(worker.runner, "verify", lambda *_, **__: logits):
         return time_graph([lambda: graphs._verify(shape, worker.width)] * COPIES)
 
 

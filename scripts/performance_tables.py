@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+PLOT = ROOT / "docs" / "gpu_serving.svg"
 STEPS, NOT_RECORDED = "step_breakdown_h200.json", "Not recorded yet."
 RECORDED = {
     "table.json": "gpu_serving_h200.json",
@@ -134,9 +135,10 @@ def steps() -> str:
         return NOT_RECORDED
     kinds = ("products", "attention", "copies", "other")
     rows = []
-    for name, found in load(STEPS)["traces"].items():
-        mode, _, num_reqs = name.partition(":")
-        cells = [mode, num_reqs, *(f"{found['kinds_us'].get(kind, 0.0):,.0f}" for kind in kinds)]
+    for name, found in load(STEPS).get("traces", {}).items():
+        mode, num_reqs, *temperature = name.split(":")
+        at = ", T = ".join((num_reqs, *temperature))
+        cells = [mode, at, *(f"{found['kinds_us'].get(kind, 0.0):,.0f}" for kind in kinds)]
         step, gap = (found[key] for key in ("step_us", "gap_us"))
         rows.append(
             [*cells, *("–" if v is None else f"{v:,.0f}" for v in (gap, step)), f"{found['launches']:.0f}"]
@@ -166,6 +168,9 @@ def record(out: Path) -> list[str]:
         if (out / source).exists():
             (RESULTS / name).write_text(portable((out / source).read_text()))
             written.append(name)
+    if (out / "table.svg").exists():
+        PLOT.write_text((out / "table.svg").read_text())
+        written.append(PLOT.name)
     return written
 
 

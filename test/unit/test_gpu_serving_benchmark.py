@@ -396,6 +396,21 @@ def test_the_command_line_is_checked_before_a_model_is_loaded():
         gpu_serving.read_prompts(parse([*out, "--workloads", "shipped:0", "--output-tokens", "1000"]))
 
 
+def test_a_breakdown_is_made_once(tmp_path):
+    flags = ["--out", str(tmp_path / "t.json"), "--breakdown", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        parse(flags)
+    options = parse([*flags, "--in-process", "--resume"])
+    written = tmp_path / "step_breakdown.json"
+    assert gpu_serving.lacks_breakdown(options)
+    written.write_text('{"cells": []}')  # broken off
+    assert gpu_serving.lacks_breakdown(options)
+    written.write_text('{"cells": [], "bars": []}')
+    assert not gpu_serving.lacks_breakdown(options)
+    assert gpu_serving.lacks_breakdown(parse([*flags, "--in-process"]))
+    assert not gpu_serving.lacks_breakdown(parse(flags[:2]))
+
+
 def test_the_peers_prompts_have_all_the_same_length():
     assert cut_to([[1, 2], [3], [4, 5, 6]], 4) == [[1, 2, 3, 4], [3, 4, 5, 6], [4, 5, 6, 1]]
 

@@ -77,18 +77,24 @@ def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
         "launches": 545.2,
     }
     steps = {
-        "traces": {"plain:1": trace, "static:32": {**trace, "step_us": 9500.0, "gap_us": 321.4}},
+        "traces": {"plain:1": trace, "static:32:1": {**trace, "step_us": 9500.0, "gap_us": 321.4}},
         "bars": [{"what": "idle share", "value": 0.01234, "bar": 0.03}],
     }
     (out / "breakdown" / "step_breakdown.json").write_text(json.dumps(steps))
+    (out / "table.svg").write_text("<svg/>")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
+    monkeypatch.setattr(performance_tables, "PLOT", tmp_path / "plot.svg")
     assert performance_tables.steps() == performance_tables.bars() == "Not recorded yet."
-    assert performance_tables.record(out) == ["gpu_serving_h200.json", "step_breakdown_h200.json"]
+    assert performance_tables.record(out) == [
+        *("gpu_serving_h200.json", "step_breakdown_h200.json"),
+        "plot.svg",
+    ]
+    assert (tmp_path / "plot.svg").read_text() == "<svg/>"
     assert performance_tables.load("gpu_serving_h200.json")["command"] == (
         "python x.py --model-path PAIR/target --draft PAIR/peer-draft --out OUT/table.json"
     )
     assert performance_tables.steps().splitlines()[2:] == [
         "| plain | 1 | 4,150 | 0 | 0 | 300 | – | – | 545 |",
-        "| static | 32 | 4,150 | 0 | 0 | 300 | 321 | 9,500 | 545 |",
+        "| static | 32, T = 1 | 4,150 | 0 | 0 | 300 | 321 | 9,500 | 545 |",
     ]
     assert performance_tables.bars().splitlines()[-1] == "| idle share | 0.012 | 0.03 |"

@@ -145,10 +145,14 @@ def test_kernels_of_a_cells_steps(engine, monkeypatch):
 
     monkeypatch.setattr(device_trace, "trace", trace)
     breakdown._measure("plain", 1)
-    breakdown._trace("plain", 1)
+    breakdown._trace("plain:1")
     found = breakdown.content["traces"]["plain:1"]
     assert found["step_us"] == pytest.approx(breakdown.content["cells"][0]["step_ms"] * 1e3, abs=0.06)
     assert found["kernels"][0]["us"] == pytest.approx(20 / 3, abs=0.01)
+    breakdown._trace("plain:2:1")
+    assert breakdown.content["traces"]["plain:2:1"]["step_us"] > 0
+    assert breakdown._cells.temperature == 1.0 and len(breakdown.content["cells"]) == 1
+    assert step_breakdown.trace_of("static:8", 0.5) == ("static", 8, 0.5)
 
 
 def test_what_fails_is_told_and_the_rest_is_measured(engine, tmp_path):
