@@ -257,6 +257,19 @@ def test_correction_is_bounded():
     assert 1 / 16 - 1e-9 <= factors[1] <= 16 + 1e-9
 
 
+def test_a_single_time_moves_nothing_where_the_median_counts():
+    correction = CostCorrection(CELLS, rate=0.125, median_of=3)
+    correction.observe(8, 0.01, 10.0)
+    assert correction.factors(rows(8, 16)).tolist() == [1.0, 1.0]
+    for _ in range(3):
+        correction.observe(8, 0.01, 0.01)
+    assert correction.factors(rows(8, 16)).tolist() == [1.0, 1.0]
+    correction.observe(16, 0.01, 0.02)
+    assert correction.factors(rows(8, 16)).tolist() == [1.0, 1.0]
+    correction.observe(16, 0.01, 0.02)  # again: believed
+    assert correction.factors(rows(8, 16)) == pytest.approx([2**0.25, 2**0.375])
+
+
 def test_correction_switched_off_or_fed_nonsense_changes_nothing():
     off = CostCorrection(CELLS, enabled=False)
     off.observe(8, 0.01, 0.05)

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 WORST_ERROR_TO_KEEP = 0.1  # mean relative error of the fit
 PLAIN_RATE = 0.125  # of correction: where drafting wins, a draft-free step is rare, and has to count
+# At that rate one slow step (the first of its kind loads its kernels) would make all plain steps a quarter too dear.
+PLAIN_MEDIAN_OF = 3
 _MODE = "--ragged-verify-mode (SGLANG_RAGGED_VERIFY_MODE)"
 _TABLE = "--speculative-dspark-sps-table-path"
 _STS = "--speculative-dspark-confidence-sts-path"
@@ -329,7 +331,7 @@ def _corrections(args: ServerArgs, width: int) -> tuple[CostCorrection | None, C
     assert max_reqs is not None
     rows = spaced(1, max_reqs * width, width, 4)
     return CostCorrection(np.array(rows)), CostCorrection(
-        np.array(spaced(1, max_reqs, 1, 4)), rate=PLAIN_RATE
+        np.array(spaced(1, max_reqs, 1, 4)), rate=PLAIN_RATE, median_of=PLAIN_MEDIAN_OF
     )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -231,12 +233,15 @@ class CostCorrection:
         rate: float = 0.02,
         max_deviation: float = 2.0,
         max_level: float = 16.0,
+        median_of: int = 1,
     ) -> None:
         """
         Args:
             cell_tokens: rising row counts; a cell reaches from above the one before up to each, like a tier.
             rate: share of the difference that one step may remove; the level learns twice as fast.
             max_deviation, max_level: factors that bound deviation and level, both ways.
+            median_of: what is learned from is the median of a cell's latest so many times; those that it has not seen
+                yet count as expected. From 3 on a single step moves nothing, which a high rate needs.
         """
         if not 0 < rate <= 0.25 or max_deviation < 1 or max_level < 1:
             raise ValueError(
@@ -248,6 +253,7 @@ class CostCorrection:
         self._max_deviation, self._max_level = math.log(max_deviation), math.log(max_level)
         self._level = 0.0
         self._deviation = np.zeros(len(self._cells))
+        self._latest = [deque[float](maxlen=median_of) for _ in self._cells]
 
     def observe(self, num_tokens: int, priced_seconds: float, measured_seconds: float) -> None:
         """Takes in one step: rows that ran, the table's own price (uncorrected), and what it took.
@@ -258,8 +264,10 @@ class CostCorrection:
         if not self.enabled or not (0 < priced_seconds < math.inf and 0 < measured_seconds < math.inf):
             return
         cell = self._cell(num_tokens)
-        seen = math.log(measured_seconds / priced_seconds)
-        error = seen - self._level - float(self._deviation[cell])
+        expected, latest = self._level + float(self._deviation[cell]), self._latest[cell]
+        latest.append(math.log(measured_seconds / priced_seconds))
+        assert latest.maxlen is not None
+        error = median((*latest, *[expected] * (latest.maxlen - len(latest)))) - expected
         error = min(max(error, -self._max_deviation), self._max_deviation)
         level = self._level + 2 * self._rate * error
         deviation = float(self._deviation[cell]) + self._rate * error

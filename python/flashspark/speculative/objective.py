@@ -66,6 +66,19 @@ def optimism(survival: NDArray[np.float32], fresh: NDArray[np.bool_], caps: NDAr
     return max(float((caps[~fresh] - 1 - average).sum()), 0.0)
 
 
+def as_average(survival: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """S with the fresh rows' mean in place of rows that are not fresh; as it is where nobody is fresh.
+
+    For a batch that decodes without a draft: a probe that verified full blocks of everybody who came since the last
+    one would be the dearest step there is.
+    """
+    if not fresh.any() or fresh.all():
+        return survival
+    average = survival[fresh].mean(axis=0, dtype=np.float64).astype(np.float32)
+    result: NDArray[np.float32] = np.where(fresh[:, None], survival, average)
+    return result
+
+
 def candidates(
     survival: NDArray[np.float32], floors: NDArray[np.int64], caps: NDArray[np.int64], eps: float
 ) -> Candidates:

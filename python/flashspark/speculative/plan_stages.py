@@ -7,7 +7,7 @@ answer and may replace it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -125,57 +125,100 @@ class DraftFreeRule:
 
     enter_gain: float = 0.05
     leave_gain: float = 0.0  # below enter_gain: hysteresis
-    patience: int = 8  # steps in a row that must want it before the first
-    probe_every: int = 64  # draft-free steps between probes
-    # Confidence is read two publications late, so a probe shorter than 3 would never be seen by the plan after it.
-    probe_length: int = 3
-    # A price that nobody ever pays is never corrected: after so many drafted steps in a row one is taken without a
-    # draft, if that is thought to give at least this share of the tokens.
+    # Gains of steps in a row add up until they are worth so many of `enter_gain`: a small one takes so many steps, and
+    # eight times as large a one is acted on at once, since with many requests each such step is a dear one.
+    patience: int = 8
+    # Draft-free steps between probes: as many as make probes cost `probe_share` of the time, within these bounds.
+    probe_share: float = 0.01
+    probe_every: int = 64
+    probe_every_most: int = 256
+    probe_length: int = (
+        2  # confidence is read two publications late: that of the first, right after the second
+    )
+    # A price that nobody ever pays is never corrected: after so many drafted steps in a row some are taken without a
+    # draft, if that is thought to give this share of the tokens; the sooner, the less is lost by it. One alone would
+    # not be believed.
     try_every: int = 256
+    try_every_least: int = 64
+    try_length: int = 3
     try_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.leave_gain <= self.enter_gain:
             raise ValueError(f"0 <= leave_gain <= enter_gain, got {self.leave_gain} and {self.enter_gain}")
-        for name in ("patience", "probe_every", "probe_length", "try_every"):
+        if not (self.probe_share > 0 and 0 <= self.try_share < 1):
+            raise ValueError(
+                f"probe_share > 0 and 0 <= try_share < 1, got {self.probe_share} and {self.try_share}"
+            )
+        for name in ("patience", "probe_every", "probe_length", "try_every", "try_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def steps_to_probe(self, gain: float, step_ratio: float) -> int:
+        """Draft-free steps before a probe, where plain decoding is `gain` ahead and a drafted step takes `step_ratio`
+        times as long as a plain one."""
+        lost = max(step_ratio * gain / (1.0 + gain), 0.0)  # by a step of the probe, in plain steps
+        wanted = int(min(self.probe_length * lost / self.probe_share, float(self.probe_every_most)))
+        return max(wanted, self.probe_every)
+
+    def steps_to_try(self, share: float) -> int:
+        """Drafted steps before plain ones are tried, which are thought to give `share` of the drafted tokens."""
+        wanted = self.try_every * (1.0 - share) / (1.0 - self.try_share)
+        return max(int(wanted), min(self.try_every_least, self.try_every))
 
 
 @dataclass(frozen=True)
 class DraftFreeState:
-    """Where the hysteresis stands. `num_steps` counts wanting steps before entering, then steps since a probe;
-    `num_drafted` the drafted steps in a row, of batches that were priced."""
+    """Where the hysteresis stands."""
 
     active: bool = False
-    num_steps: int = 0
-    num_drafted: int = 0
+    evidence: float = 0.0  # before entering: the sum of the gains seen in a row
+    num_steps: int = 0  # draft-free ones since entering, or since the last probe
+    num_drafted: int = 0  # drafted steps in a row, of batches that were priced
+    num_apart: int = 0  # steps of the probe, or of the try, that is going on
 
 
 def draft_free_choice(
-    rule: DraftFreeRule, state: DraftFreeState, plain_theta: float, drafted_theta: float
+    rule: DraftFreeRule,
+    state: DraftFreeState,
+    plain_theta: float,
+    drafted_theta: float,
+    step_ratio: float = 1.0,
 ) -> tuple[bool, DraftFreeState, StageRecord]:
     """Whether to take this step without a draft: plain decoding gives `plain_theta` tokens/s, the best plan the other.
+
+    Args:
+        step_ratio: seconds of the best plan's step over those of a plain one.
 
     Returns the choice, the state for the next step, and the record.
     """
     gain = plain_theta / drafted_theta - 1.0
     if not state.active:
-        num_drafted = state.num_drafted + 1
-        if gain < rule.enter_gain:
-            if num_drafted > rule.try_every and plain_theta >= rule.try_share * drafted_theta:
-                return True, DraftFreeState(), decided("draft-free", True, "trying its price")
-            drafting = DraftFreeState(num_drafted=num_drafted)
-            return False, drafting, decided("draft-free", False, "drafting wins")
-        if state.num_steps + 1 < rule.patience:
-            waiting = DraftFreeState(False, state.num_steps + 1, num_drafted)
-            return False, waiting, decided("draft-free", False, "waiting")
-        return True, DraftFreeState(True, 1), decided("draft-free", True, "plain decoding wins")
+        return _while_drafting(rule, state, gain)
     if gain < rule.leave_gain:
         return False, DraftFreeState(), decided("draft-free", False, "drafting wins again")
-    if state.num_steps < rule.probe_every:
-        going_on = DraftFreeState(True, state.num_steps + 1)
+    if state.num_apart == 0 and state.num_steps < rule.steps_to_probe(gain, step_ratio):
+        going_on = DraftFreeState(True, num_steps=state.num_steps + 1)
         return True, going_on, decided("draft-free", True, "plain decoding wins")
-    ended = state.num_steps + 1 >= rule.probe_every + rule.probe_length
-    probing = DraftFreeState(True, 0 if ended else state.num_steps + 1)
+    ended = state.num_apart + 1 >= rule.probe_length
+    probing = DraftFreeState(True) if ended else replace(state, num_apart=state.num_apart + 1)
     return False, probing, decided("draft-free", False, "probe")
+
+
+def _while_drafting(
+    rule: DraftFreeRule, state: DraftFreeState, gain: float
+) -> tuple[bool, DraftFreeState, StageRecord]:
+    """`draft_free_choice` before draft-free decoding is entered."""
+    num_drafted = state.num_drafted + 1
+    if gain >= rule.enter_gain:
+        evidence = state.evidence + gain
+        if evidence >= rule.patience * rule.enter_gain - 1e-9:  # sums of equal gains are not exact
+            return True, DraftFreeState(True, num_steps=1), decided("draft-free", True, "plain decoding wins")
+        waiting = DraftFreeState(evidence=evidence, num_drafted=num_drafted)
+        return False, waiting, decided("draft-free", False, "waiting")
+    is_due = state.num_apart > 0 or num_drafted > rule.steps_to_try(1.0 + gain)
+    if is_due and 1.0 + gain >= rule.try_share:
+        ended = state.num_apart + 1 >= rule.try_length
+        trying = DraftFreeState() if ended else replace(state, evidence=0.0, num_apart=state.num_apart + 1)
+        return True, trying, decided("draft-free", True, "trying its price")
+    return False, DraftFreeState(num_drafted=num_drafted), decided("draft-free", False, "drafting wins")

@@ -22,7 +22,7 @@ from .cost_table import (
     price_budgets,
 )
 from .looks import ONE_TIER, LookCadence, LookRule
-from .objective import Candidates, best_budget, candidates, fresh_rows, optimism, survivals
+from .objective import Candidates, as_average, best_budget, candidates, fresh_rows, optimism, survivals
 from .plan_stages import (
     DraftFreeRule,
     DraftFreeState,
@@ -259,7 +259,10 @@ class VerifyPlanner:
         builder.num_fresh = int(fresh.sum())
         builder.add(decided("confidence", False, "lagged"))
         survival = survivals(batch.relayed.confidence, fresh)
-        builder.optimism = optimism(survival, fresh, caps)
+        if self._draft_free.active:
+            survival = as_average(survival, fresh)
+        else:
+            builder.optimism = optimism(survival, fresh, caps)
         ranked = candidates(survival, floors, caps, settings.survival_eps)
         return self._priced_plan(builder, ranked, num_reqs, bool((batch.keeps_block & (caps > 1)).any()))
 
@@ -298,11 +301,12 @@ class VerifyPlanner:
             builder.add(fill)
         builder.full_theta = full_theta = priced.theta(full)
         sober = max(priced.expected_tokens(budget) - builder.optimism, float(num_reqs))
-        drafted_theta = sober / float(priced.prices.seconds[budget])
-        plain = self._draft_free_stage(builder, num_reqs, drafted_theta, any_keeps_block)
+        drafted_seconds = float(priced.prices.seconds[budget])
+        plain = self._draft_free_stage(builder, num_reqs, sober, drafted_seconds, any_keeps_block)
         if not idle and builder.tiers is not None:
             best = max(priced.theta(budget), builder.plain_theta or 0.0)
-            kept_all = budget == full and builder.num_fresh == num_reqs and self._draft_free.num_steps == 0
+            is_drafting = not self._draft_free.active and self._draft_free.evidence == 0.0
+            kept_all = budget == full and builder.num_fresh == num_reqs and is_drafting
             self._cadence.found(num_reqs, builder.tiers.num_slots, best / full_theta - 1.0, kept_all)
         if plain is not None:
             return plain
@@ -326,7 +330,12 @@ class VerifyPlanner:
         return _Priced(best_budget(tau, prices.seconds), tau, prices)
 
     def _draft_free_stage(
-        self, builder: _Builder, num_reqs: int, drafted_theta: float, any_keeps_block: bool
+        self,
+        builder: _Builder,
+        num_reqs: int,
+        drafted_tokens: float,
+        drafted_seconds: float,
+        any_keeps_block: bool,
     ) -> Plan | None:
         """A draft-free plan if that is what wins; otherwise None, and the stage is in the record either way."""
         reason = None
@@ -344,8 +353,13 @@ class VerifyPlanner:
         if self.plain_correction is not None:
             seconds *= float(self.plain_correction.factors(np.array([num_reqs]))[0])
         builder.plain_theta = num_reqs / seconds
+        drafted_theta = drafted_tokens / drafted_seconds
         plain, self._draft_free, record = draft_free_choice(
-            self.settings.draft_free, self._draft_free, builder.plain_theta, drafted_theta
+            self.settings.draft_free,
+            self._draft_free,
+            builder.plain_theta,
+            drafted_theta,
+            drafted_seconds / seconds,
         )
         builder.add(record)
         if not plain:
