@@ -105,7 +105,9 @@ def flags(*shape: int) -> torch.Tensor:
 def planning(n: int, dtype: torch.dtype) -> None:
     for budget in (5, ids()):
         allocate(floats(n, 7), budget, ids(n), ids(n), 0.01, "triton")
-    pack_rows(ids(n), ids(n), ids(n), ids(n, n), n, ids(n, 7), ids(n), 8 * n, implementation="triton")
+    for limits in (None, ids(n)):
+        args = (ids(n), ids(n), ids(n), ids(n, n), n, ids(n, 7), ids(n), 8 * n, True, None)
+        pack_rows(*args, limits, limits, "triton")
     commit_rows(ids(n), ids(n), ids(n), ids(n, 8), ids(n), "triton")
     step_uniforms(ids(n), ids(n), ids(n), 8, "triton")
 

@@ -58,6 +58,21 @@ def test_pack_rows(lens, padding, page_size):
     assert (torch.stack(got[2:6]) >= 0).all()
 
 
+@pytest.mark.parametrize("max_pages", [3, 600])
+def test_pack_rows_with_limits(max_pages):
+    """Rows that run though they may not be accepted, and requests at their ends: cut to 1, to some, not at all."""
+    rows, drafts = integers([4, 0, 2]), integers(torch.arange(9).view(3, 3))
+    context_lens, max_lens = integers([9, 0, 20, 0, 6]), integers([2**40, 0, 23, 0, 7])
+    table = integers(torch.arange(5 * max_pages).view(5, max_pages))
+    args = (rows, integers(range(5)), context_lens, table, 16, drafts, integers([3, 2, 4]), 12, True, None)
+    for implementation in ("torch", "triton"):
+        packed = pack_rows(*args, integers([1, 4, 2]), max_lens, implementation)
+        assert packed.cutoff.tolist() == [1, 2, 2]
+        assert packed.qo_indptr.tolist() == [0, 3, 7, 11]
+        assert packed.kv_lens.tolist() == [9, 13, 24]
+        assert torch.equal(packed.page_table, table[rows])
+
+
 def test_commit_rows():
     """130 of 200 rows move on; the others keep what they have."""
     generator = torch.Generator().manual_seed(0)

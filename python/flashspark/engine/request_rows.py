@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashspark.kernels.pack_rows import within_limits
+
 from .upload import upload
 
 UNLIMITED = 2**40  # tokens
@@ -56,7 +58,7 @@ class RequestRows:
 
     def within_limits(self, lens: Tensor, rows: Tensor, context_lens: Tensor) -> Tensor:
         """`lens` [R] cut to what the requests in `rows` may still emit, and 1 at least; n is `context_lens` [R]."""
-        return torch.minimum(lens, self.max_lens[rows] - 1 - context_lens).clamp_(min=1)
+        return within_limits(lens, self.max_lens[rows], context_lens)
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """KV slots of `positions` [M] in the pages of `rows` [M]."""

@@ -32,6 +32,13 @@ class PackedStep(NamedTuple):
     positions: Tensor  # [M]
     slots: Tensor  # [M]
     block_rows: Tensor  # [R, W], the packed row of each block row; past the verify length, the last one's
+    page_table: Tensor  # [R, max_pages], of the requests
+    cutoff: Tensor  # [R], rows that may be accepted, 1 at least
+
+
+def within_limits(lens: Tensor, max_lens: Tensor, context_lens: Tensor) -> Tensor:
+    """`lens` [R] cut to what requests of `context_lens` [R] tokens may still emit, and 1 at least."""
+    return torch.minimum(lens, max_lens - 1 - context_lens).clamp_(min=1)
 
 
 def row_places(verify_lens: Tensor, width: int, num_tokens: int, padded: bool) -> RowPlaces:
@@ -63,6 +70,8 @@ def pack_rows(
     num_tokens: int,
     padded: bool = True,
     places: RowPlaces | None = None,
+    least_run: Tensor | None = None,
+    max_lens: Tensor | None = None,
     implementation: Implementation | None = None,
 ) -> PackedStep:
     """Lays out `verify_lens[r]` rows of each request at positions n … n + verify_lens[r] - 1.
@@ -76,16 +85,30 @@ def pack_rows(
         num_tokens: M, rows in all; at least `verify_lens.sum()`, and exactly that unless `padded`.
         padded: whether rows past the requests' own may be left, which then belong to nobody.
         places: `row_places` of these lengths, where the caller has them.
+        least_run: int64 [R], rows to lay out if the verify length is less; they may not be accepted.
+        max_lens: int64 [rows], tokens that a request may become, which cut what may be accepted; None: nothing does.
     """
     if runs_triton(rows, implementation):
         from .triton import pack_rows as twin
 
         return twin.pack_rows(
-            rows, anchors, context_lens, page_table, page_size, drafts, verify_lens, num_tokens
+            rows,
+            anchors,
+            context_lens,
+            page_table,
+            page_size,
+            drafts,
+            verify_lens,
+            num_tokens,
+            least_run,
+            max_lens,
         )
+    lens = context_lens[rows]
+    cutoff = verify_lens if max_lens is None else within_limits(verify_lens, max_lens[rows], lens)
+    if least_run is not None:
+        verify_lens = torch.maximum(verify_lens, least_run)
     if places is None:
         places = row_places(verify_lens, drafts.shape[1] + 1, num_tokens, padded)
-    lens = context_lens[rows]
     positions = lens[places.request] + places.block_row
     blocks = torch.cat((anchors[rows, None], drafts), dim=1)
     input_ids = blocks[places.request, places.block_row]
@@ -104,4 +127,6 @@ def pack_rows(
         positions,
         slots,
         places.block_rows,
+        page_table[rows],
+        cutoff,
     )

@@ -29,6 +29,8 @@ def pack(
     num_tokens: int,
     padded: bool = False,
     full: bool = False,
+    least_run: Tensor | None = None,
+    max_lens: Tensor | None = None,
 ) -> RaggedLayout:
     """Lays out `verify_lens[r]` rows of each request at positions n … n + verify_lens[r] - 1.
 
@@ -39,6 +41,7 @@ def pack(
         num_tokens: rows in all; at least `verify_lens.sum()`, and exactly that unless `padded`.
         padded: whether rows past the requests' own may be left, which then belong to nobody.
         full: promises that every length is gamma + 1; where each row belongs is then known from earlier steps.
+        least_run, max_lens: as of `pack_rows`.
     """
     num_reqs, width = drafts.shape[0], drafts.shape[1] + 1
     packed = pack_rows(
@@ -52,6 +55,8 @@ def pack(
         num_tokens,
         padded,
         full_rows(num_reqs, width, num_tokens, rows.device) if full else None,
+        least_run,
+        max_lens,
     )
     return RaggedLayout(
         input_ids=packed.input_ids,
@@ -60,10 +65,11 @@ def pack(
             slots=packed.slots,
             qo_indptr=packed.qo_indptr,
             kv_lens=packed.kv_lens,
-            page_table=request_rows.page_table[rows],
+            page_table=packed.page_table,
             page_size=request_rows.page_size,
             max_rows=width,
         ),
         requests=packed.requests,
         block_rows=packed.block_rows,
+        cutoff=packed.cutoff,
     )

@@ -164,16 +164,23 @@ class StepGraphs:
     def _verify(self, shape: TierKey, width: int) -> VerifyPiece:
         num_slots = shape.num_slots
         rows, caps, floors, least_run = self._numbers[: 4 * num_slots].view(4, num_slots).unbind(0)
-        drafts, cutoff = self._drafts[:num_slots, : width - 1], caps
+        drafts, lens = self._drafts[:num_slots, : width - 1], caps
         if width > 1:
             budget = self._numbers[4 * num_slots]
-            cutoff = allocate(self._confidence[:num_slots], budget, floors, caps, self._eps)
-        run = torch.maximum(cutoff, least_run)
+            lens = allocate(self._confidence[:num_slots], budget, floors, caps, self._eps)
         state = self._runner.request_rows
-        layout = pack(state, rows, drafts, run, shape.num_tokens, padded=True)
-        cutoff = state.within_limits(cutoff, rows, state.context_lens[rows])
+        layout = pack(
+            state,
+            rows,
+            drafts,
+            lens,
+            shape.num_tokens,
+            padded=True,
+            least_run=least_run,
+            max_lens=state.max_lens,
+        )
         out = None if self.logits is None else self.logits[: shape.num_tokens]
-        return VerifyPiece(layout, cutoff, self._runner.verify(layout.input_ids, layout.queries, out))
+        return VerifyPiece(layout, layout.cutoff, self._runner.verify(layout.input_ids, layout.queries, out))
 
     def _accept(self, shape: TierKey, width: int, verified: VerifyPiece) -> Accepted:
         state, rows = self._runner.request_rows, self.rows(shape.num_slots)

@@ -54,6 +54,7 @@ class RaggedLayout:
     queries: RaggedQueries
     requests: Tensor  # int64 [M]: batch index of the request that each packed row is of; any, for padding
     block_rows: Tensor  # int64 [R, W]: packed row of block row i; past the verify length, of the last one
+    cutoff: Tensor  # int64 [R]: rows that may be accepted, where the limits were given that cut it
 
 
 @dataclass(frozen=True)

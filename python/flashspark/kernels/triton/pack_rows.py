@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from ..pack_rows import PackedStep
 
 
+PAGES = 512  # copied at a time
+
+
+@triton.jit
+def copy_entries(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
+    """`size` neighbouring entries."""
+    for first in range(0, size, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < size), mask=at < size)
+
+
 @triton.jit
 def _pack_rows_kernel(
     rows_ptr,
@@ -30,22 +41,37 @@ def _pack_rows_kernel(
     positions_ptr,
     slots_ptr,
     block_rows_ptr,
+    pages_ptr,
+    cutoff_ptr,
+    least_run_ptr,
+    max_lens_ptr,
     num_reqs,
     num_tokens,
     table_stride,
     page_size,
+    max_pages,
+    HAS_LEAST: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, BLOCK_R)
     lens = tl.load(verify_lens_ptr + every, mask=every < num_reqs, other=0)
-    start = tl.sum(tl.where(every < request, lens, 0), axis=0)
-    total = tl.sum(lens, axis=0)
     length = tl.load(verify_lens_ptr + request)
     row = tl.load(rows_ptr + request)
     context_len = tl.load(context_lens_ptr + row)
+    cutoff = length
+    if HAS_LIMITS:
+        cutoff = tl.maximum(tl.minimum(length, tl.load(max_lens_ptr + row) - 1 - context_len), 1)
+    tl.store(cutoff_ptr + request, cutoff)
+    if HAS_LEAST:
+        lens = tl.maximum(lens, tl.load(least_run_ptr + every, mask=every < num_reqs, other=0))
+        length = tl.maximum(length, tl.load(least_run_ptr + request))
+    start = tl.sum(tl.where(every < request, lens, 0), axis=0)
+    total = tl.sum(lens, axis=0)
     tl.store(indptr_ptr + request, start)
     tl.store(indptr_ptr + num_reqs, total)  # every program the same
     tl.store(kv_lens_ptr + request, context_len + length)
@@ -69,6 +95,7 @@ def _pack_rows_kernel(
     tl.store(positions_ptr + packed, position, mask=is_mine)
     tl.store(slots_ptr + packed, page * page_size + position % page_size, mask=is_mine)
 
+    copy_entries(page_table_ptr + row * table_stride, pages_ptr + request * max_pages, max_pages, BLOCK_P)
     for first in range(total + request * BLOCK_W, num_tokens, num_reqs * BLOCK_W):
         padding = first + block_row
         is_there = padding < num_tokens
@@ -87,6 +114,8 @@ def pack_rows(
     drafts: Tensor,
     verify_lens: Tensor,
     num_tokens: int,
+    least_run: Tensor | None,
+    max_lens: Tensor | None,
 ) -> PackedStep:
     """See `kernels.pack_rows.pack_rows`; at least one request."""
     from ..pack_rows import PackedStep
@@ -105,6 +134,8 @@ def pack_rows(
         make(num_tokens),
         make(num_tokens),
         make(num_reqs, width),
+        make(num_reqs, page_table.shape[1]),
+        make(num_reqs),
     )
     _pack_rows_kernel[(num_reqs,)](
         rows,
@@ -114,13 +145,19 @@ def pack_rows(
         drafts.contiguous(),
         verify_lens,
         *packed,
+        rows if least_run is None else least_run,
+        rows if max_lens is None else max_lens,
         num_reqs,
         num_tokens,
         page_table.stride(0),
         page_size,
+        page_table.shape[1],
+        HAS_LEAST=least_run is not None,
+        HAS_LIMITS=max_lens is not None,
         WIDTH=width,
         BLOCK_W=block_size(width),
         BLOCK_R=block_size(num_reqs),
+        BLOCK_P=min(PAGES, block_size(page_table.shape[1])),
         num_warps=1,
     )
     return packed
