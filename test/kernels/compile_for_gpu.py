@@ -20,6 +20,7 @@ from flashspark.kernels.accept_step import accept_step
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
 from flashspark.kernels.commit_rows import commit_rows
+from flashspark.kernels.draft_inputs import draft_inputs
 from flashspark.kernels.markov_walk import markov_walk
 from flashspark.kernels.pack_rows import pack_rows
 from flashspark.kernels.philox import step_uniforms
@@ -108,6 +109,7 @@ def planning(n: int, dtype: torch.dtype) -> None:
     for limits in (None, ids(n)):
         args = (ids(n), ids(n), ids(n), ids(n, n), n, ids(n, 7), ids(n), 8 * n, True, None)
         pack_rows(*args, limits, limits, "triton")
+    draft_inputs(ids(n), ids(n), ids(n), ids(n, n), 8, 5, "triton")
     commit_rows(ids(n), ids(n), ids(n), ids(n, 8), ids(n), "triton")
     step_uniforms(ids(n), ids(n), ids(n), 8, "triton")
 
@@ -147,6 +149,7 @@ def draft(n: int, dtype: torch.dtype) -> None:
     estimator.observe(moments, values, values, ids(n), ids(n), ids(n), flags(n), "triton")
     estimator.refit(floats(2), floats(2, 7), moments, implementation="triton")
     estimator.predict(values, ids(n), floats(2), floats(2, 7), "triton")
+    estimator.predict_rows(values, ids(n), ids(n), floats(2), floats(2, 7), floats(n, 2, 7), "triton")
 
 
 def programmatic(n: int, dtype: torch.dtype) -> None:

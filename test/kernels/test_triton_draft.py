@@ -170,6 +170,25 @@ def test_estimator(num_reqs, gamma, num_classes):
         assert torch.equal(again, got)
 
 
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_predictions_are_left_by_row(num_classes):
+    """Batch order in, request rows out: -1 is the last row, and rows of nobody keep what they have."""
+    feature, rows = randn(4, 5), integers([6, 0, -1, 3])
+    kinds = integers([1, 0, 2, 2, 0, 1, 3, 1, 3])
+    slope, intercepts = rand(num_classes), randn(num_classes, 5, seed=1)
+    found = []
+    for implementation in ("torch", "triton"):
+        values = torch.full((9, 2, 5), -1.0, device=DEVICE)
+        got = estimator.predict_rows(feature, rows, kinds, slope, intercepts, values, implementation)
+        assert torch.equal(values[rows, 0], feature)
+        assert torch.equal(values[rows, 1], got)
+        assert (values[[1, 2, 4, 5, 7]] == -1).all()
+        found.append(got)
+    classes = integers([1, 1, 1, 0]) if num_classes > 1 else None
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[0], estimator.predict(feature, classes, slope, intercepts, "torch"))
+
+
 def test_a_refit_step_that_is_no_number_is_not_taken():
     slope, intercepts = torch.tensor([0.2, 0.3], device=DEVICE), torch.ones(2, 3, device=DEVICE)
     moments = torch.zeros(2, estimator.NUM_MOMENTS, 3, dtype=torch.float64, device=DEVICE)

@@ -5,6 +5,7 @@ import torch
 
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.commit_rows import commit_rows
+from flashspark.kernels.draft_inputs import draft_inputs
 from flashspark.kernels.pack_rows import pack_rows
 from parity import DEVICE, NEEDS_TRITON, integers, rand, reference
 
@@ -71,6 +72,16 @@ def test_pack_rows_with_limits(max_pages):
         assert packed.qo_indptr.tolist() == [0, 3, 7, 11]
         assert packed.kv_lens.tolist() == [9, 13, 24]
         assert torch.equal(packed.page_table, table[rows])
+
+
+@pytest.mark.parametrize(("width", "max_pages"), [(1, 1), (8, 3), (5, 600)])
+def test_draft_inputs(width, max_pages):
+    rows, anchors, lens = integers([4, 0, 4, 2]), integers(range(50, 55)), integers(range(9, 14))
+    table = integers(torch.arange(5 * max_pages).view(5, max_pages))
+    got = draft_inputs(rows, anchors, lens, table, width, 77, "triton")
+    assert got.block_ids.tolist() == [[anchor] + [77] * (width - 1) for anchor in (54, 50, 54, 52)]
+    for a, b in zip(got, draft_inputs(rows, anchors, lens, table, width, 77, "torch"), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_commit_rows():

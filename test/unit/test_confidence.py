@@ -252,7 +252,7 @@ def test_padding_touches_no_live_row():
     feature = torch.tensor([[1.0], [2.0], [50.0], [60.0]]).expand(-1, GAMMA)
     rows = torch.tensor([0, 1, -1, -1])
     estimator.predict(rows, feature)
-    assert estimator._log._values[:2, 0, 0].tolist() == [1.0, 2.0]
+    assert estimator._log.values[:2, 0, 0].tolist() == [1.0, 2.0]
     estimator.observe(rows, [0, 1], torch.tensor([1, 1, 5, 5]), torch.full((4,), 6))
     estimator.settle()
     assert estimator._moments[0, 5].sum() == 4

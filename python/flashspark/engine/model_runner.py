@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, BlockQueries, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
+from flashspark.kernels.draft_inputs import draft_inputs
 from flashspark.kernels.matmul_choice import choose
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
@@ -117,17 +118,18 @@ class ModelRunner:
     def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
         """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""
         assert self.draft is not None and self.draft_pool is not None
-        block_ids = torch.full((rows.shape[0], width), self.draft.config.mask_token_id, device=self.device)
-        block_ids[:, 0] = self.request_rows.anchors[rows]
-        queries = BlockQueries(
-            context_lens=self.request_rows.context_lens[rows],
-            page_table=self.request_rows.page_table[rows],
-            page_size=self.request_rows.page_size,
-            width=width,
+        state = self.request_rows
+        inputs = draft_inputs(
+            rows,
+            state.anchors,
+            state.context_lens,
+            state.page_table,
+            width,
+            self.draft.config.mask_token_id,
         )
-        return self.draft.forward_block(
-            self.target.embed(block_ids), queries, self.draft_pool, self._draft_backend
-        )
+        queries = BlockQueries(inputs.context_lens, inputs.page_table, state.page_size, width)
+        embedded = self.target.embed(inputs.block_ids)
+        return self.draft.forward_block(embedded, queries, self.draft_pool, self._draft_backend)
 
     def _forward(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
         """The target over rows that somebody reads: final-normed hidden states [M, H]."""

@@ -71,6 +71,36 @@ def predict(
     return torch.addcmul(intercepts[classes], slope[classes].unsqueeze(1), feature).sigmoid_()
 
 
+def predict_rows(
+    feature: Tensor,
+    rows: Tensor,
+    kinds: Tensor,
+    slope: Tensor,
+    intercepts: Tensor,
+    values: Tensor,
+    implementation: Implementation | None = None,
+) -> Tensor:
+    """`predict` for request rows, which also leaves feature and prediction in `values`, by row.
+
+    Args:
+        feature: float32 [R, g], batch order.
+        rows: int64 [R]; -1 is the last of them all. Of equal ones any may stay in `values`.
+        kinds: int64 [rows], the class of each in its lowest bit; not looked at where there is one class.
+        values: float32 [rows, 2, g].
+
+    Returns:
+        float32 [R, g], batch order.
+    """
+    if runs_triton(feature, implementation):
+        from .triton import estimator as twin
+
+        return twin.predict_rows(feature, rows, kinds, slope, intercepts, values)
+    classes = kinds[rows] & 1 if slope.shape[0] > 1 else None
+    prediction = predict(feature, classes, slope, intercepts, "torch")
+    values[rows] = torch.stack((feature, prediction), dim=1)
+    return prediction
+
+
 def observed_mask(num_accepted: Tensor, verify_lens: Tensor, gamma: int) -> Tensor:
     """Which outcomes a verify step shows: bool [R, gamma], true at k iff `k <= a` and `k < L - 1`.
 

@@ -103,9 +103,9 @@ class PredictionLog:
 
     def __init__(self, max_reqs: int, gamma: int, device: torch.device) -> None:
         # Signal and prediction by row. The last row is where padding (row -1) reads and writes.
-        self._values = torch.full((max_reqs + 1, 2, gamma), float("nan"), device=device)
+        self.values = torch.full((max_reqs + 1, 2, gamma), float("nan"), device=device)
         self._nothing = torch.full((gamma,), float("nan"), device=device)
-        self._kinds = torch.zeros(max_reqs + 1, dtype=torch.int64, device=device)  # class | TEACHES
+        self.kinds = torch.zeros(max_reqs + 1, dtype=torch.int64, device=device)  # class | TEACHES
         self._teaching_rows: set[int] = set()
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -113,31 +113,27 @@ class PredictionLog:
         """`row` has a new owner, who owes nothing for the old one's predictions."""
         self.release(row)
         teaches = is_visible and draft_sees(params)
-        self._kinds[row].fill_((GREEDY if params.is_greedy else SAMPLED) | (TEACHES if teaches else 0))
+        self.kinds[row].fill_((GREEDY if params.is_greedy else SAMPLED) | (TEACHES if teaches else 0))
         if teaches:
             self._teaching_rows.add(row)
 
     def release(self, row: int) -> None:
         """`row` has no owner."""
-        self._values[row].fill_(float("nan"))
-        self._kinds[row].fill_(0)
+        self.values[row].fill_(float("nan"))
+        self.kinds[row].fill_(0)
         self._teaching_rows.discard(row)
-
-    def classes(self, rows: Tensor) -> Tensor:
-        """int64 [R], by row, of requests that teach and of others."""
-        return self._kinds[rows] & 1
 
     def put(self, rows: Tensor, signal: Tensor, prediction: Tensor) -> None:
         """Remembers this step's values: batch order in, request rows out."""
-        self._values[rows] = torch.stack((signal, prediction), dim=1)
+        self.values[rows] = torch.stack((signal, prediction), dim=1)
 
     def close(self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor) -> bool:
         """Takes the outcomes of `rows`' predictions, each of which counts once. False: none can teach anything."""
         if not any(row in self._teaching_rows for row in row_list):
             return False
         outcome = torch.stack((num_accepted, verify_lens))
-        self._waiting.append((self._values[rows], self._kinds[rows], outcome))
-        self._values[rows, 1] = self._nothing
+        self._waiting.append((self.values[rows], self.kinds[rows], outcome))
+        self.values[rows, 1] = self._nothing
         return True
 
     def drain(self) -> Outcomes | None:

@@ -49,7 +49,6 @@ class AcceptanceEstimator:
         """
         num_classes = NUM_CLASSES if per_class else 1
         self.gamma = gamma
-        self._per_class = per_class
         self._refit_interval, self._warmup_refits = refit_interval, warmup_refits
         self.slope = torch.full((num_classes,), PRIOR_SLOPE, device=device)
         self.intercepts = torch.full((num_classes, gamma), PRIOR_INTERCEPT, device=device)
@@ -76,10 +75,8 @@ class AcceptanceEstimator:
 
     def predict(self, rows: Tensor, signal: Tensor) -> Tensor:
         """See `ConfidenceSource`; `signal` is the feature."""
-        classes = self._log.classes(rows) if self._per_class else None
-        confidence = kernel.predict(signal, classes, self.slope, self.intercepts)
-        self._log.put(rows, signal, confidence)
-        return confidence
+        log = self._log
+        return kernel.predict_rows(signal, rows, log.kinds, self.slope, self.intercepts, log.values)
 
     def observe(
         self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor

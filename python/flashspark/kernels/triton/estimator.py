@@ -24,20 +24,33 @@ def _predict_kernel(
     slope_ptr,
     intercepts_ptr,
     out_ptr,
+    rows_ptr,
+    values_ptr,
+    num_rows,
     num_values,
     GAMMA: tl.constexpr,
     HAS_CLASSES: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_values
     member = (at * 0).to(tl.int64)
+    source = (at // GAMMA).to(tl.int64)
+    if BY_ROW:
+        source = tl.load(rows_ptr + source, mask=inside, other=0)
+        source = tl.where(source < 0, num_rows - 1, source)
     if HAS_CLASSES:
-        member = tl.load(classes_ptr + at // GAMMA, mask=inside, other=0)
+        member = tl.load(classes_ptr + source, mask=inside, other=0) & 1
     feature = tl.load(feature_ptr + at, mask=inside, other=0.0)
     slope = tl.load(slope_ptr + member, mask=inside, other=0.0)
     intercept = tl.load(intercepts_ptr + member * GAMMA + at % GAMMA, mask=inside, other=0.0)
-    tl.store(out_ptr + at, 1.0 / (1.0 + tl.exp(-(intercept + slope * feature))), mask=inside)
+    prediction = 1.0 / (1.0 + tl.exp(-(intercept + slope * feature)))
+    tl.store(out_ptr + at, prediction, mask=inside)
+    if BY_ROW:
+        place = values_ptr + source * 2 * GAMMA + at % GAMMA
+        tl.store(place, feature, mask=inside)
+        tl.store(place + GAMMA, prediction, mask=inside)
 
 
 @triton.jit
@@ -146,6 +159,25 @@ def _refit_kernel(
 
 def predict(feature: Tensor, classes: Tensor | None, slope: Tensor, intercepts: Tensor) -> Tensor:
     """See `kernels.estimator.predict`."""
+    return _predict(feature, classes, slope, intercepts, None, None)
+
+
+def predict_rows(
+    feature: Tensor, rows: Tensor, kinds: Tensor, slope: Tensor, intercepts: Tensor, values: Tensor
+) -> Tensor:
+    """See `kernels.estimator.predict_rows`."""
+    assert values.is_contiguous()
+    return _predict(feature, kinds if slope.shape[0] > 1 else None, slope, intercepts, rows, values)
+
+
+def _predict(
+    feature: Tensor,
+    classes: Tensor | None,
+    slope: Tensor,
+    intercepts: Tensor,
+    rows: Tensor | None,
+    values: Tensor | None,
+) -> Tensor:
     feature = feature.contiguous()
     out = torch.empty_like(feature)
     if feature.numel():
@@ -155,9 +187,13 @@ def predict(feature: Tensor, classes: Tensor | None, slope: Tensor, intercepts: 
             slope,
             intercepts,
             out,
+            feature if rows is None else rows,
+            feature if values is None else values,
+            0 if values is None else values.shape[0],
             feature.numel(),
             GAMMA=feature.shape[1],
             HAS_CLASSES=classes is not None,
+            BY_ROW=rows is not None,
             BLOCK=1024,
         )
     return out
