@@ -221,6 +221,15 @@ def test_reasoning_that_is_not_wanted_apart_or_not_in_pieces(server):
         assert ChatOutput(ChatFormat(None, {}, False, True, holds)).push("Hm, ", is_last=False) == deltas
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [("hi", "structural_tag"), ("<think>\n", "structural_tag"), ("<think>\n\n</think>\n\n", "regex")],
+)
+def test_a_grammar_waits_for_the_end_of_reasoning_that_may_come(server, prompt, kind):
+    body = {"messages": [{"role": "user", "content": prompt}], "regex": "BAD"}
+    assert server.client.post(CHAT, json=body).json()["message"] == f"regex: this is no {kind}"
+
+
 def test_the_answer_goes_on_where_the_last_turn_ends(folder):
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if open %}<think>{% endif %}"
     flag = ("--reasoning-parser", "qwen3", "--chat-template", template)

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from flashspark.api.call_grammar import FORCED_PARSER, call_grammar
+from flashspark.api.grammar import after_reasoning
 from flashspark.api.tool_fields import NamedTool, Tool
+from flashspark.ipc import GrammarSpec
 from flashspark.text.tool_calls import ToolCall, ToolCallParser
 from unit.test_text_tool_calls import in_json
 
@@ -92,3 +94,33 @@ def test_a_schema_of_nothing_is_one_of_objects():
     spec = call_grammar([Tool.parse({"function": {"name": "f", "parameters": {}}})], "required", True, False)
     (tag,) = json.loads(spec.text)["format"]["tags"]
     assert tag["content"]["json_schema"] == {"type": "object"}
+
+
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "[1]"}}
+OLD_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "[", "schema": {"type": "integer"}, "end": "]"}],
+    "triggers": ["["],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type": "array", "items": {"type": "integer"}}'),
+        ("regex", r"\[[0-9]{1,2}\]"),
+        ("ebnf", 'root ::= "[" digit "]"\ndigit ::= [0-9]'),
+        ("structural_tag", json.dumps(TAG)),
+        ("structural_tag", json.dumps(OLD_TAG)),
+    ],
+)
+def test_a_grammar_begins_where_reasoning_ends(compiler, kind, text):
+    inside, maybe = (after_reasoning(GrammarSpec(kind, text, "field"), opened) for opened in (True, False))
+    assert inside.field == maybe.field == "field"
+    thought = "Hm, <x> [7]: [x] …\n</think>"
+    assert takes(compiler, inside, f"{thought}[1]")
+    assert takes(compiler, maybe, "[1]")
+    assert takes(compiler, maybe, f"<think>{thought}[1]")
+    for spec, bad in ((inside, "[1]"), (inside, f"{thought}[x]"), (maybe, "[x]"), (maybe, f"<think>{thought}[x]")):
+        assert not takes(compiler, spec, bad)
+    assert not takes(compiler, inside, thought) or text == json.dumps(OLD_TAG)  # which may be empty

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from flashspark.args import ServerArgs
+from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.graph_build import accept_rule
 from flashspark.speculative.adaptive import VerifyMode
+from unit.test_lossless_tiny import folders  # noqa: F401 - fixture
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,19 @@ def test_what_cannot_be_simulated(monkeypatch, length, mode, reason):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", length)
     with pytest.raises(ValueError, match=reason):
         accept_rule(mode, 8)
+
+
+@pytest.mark.parametrize(("size", "length", "width"), [(None, "7", 6), (4, "5", 4)])
+def test_what_cannot_be_simulated_is_refused_before_a_model_is_loaded(
+    tmp_path, folders, monkeypatch, size, length, width  # noqa: F811
+):
+    """There is no target to load."""
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", length)
+    args = ServerArgs(
+        model_path=str(tmp_path / "nowhere"),
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(folders["dflash2"]),
+        speculative_num_draft_tokens=size,
+    )
+    with pytest.raises(ValueError, match=f"at most its block of {width}"):
+        build_scheduler(args, lambda output: None)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashspark.ipc import GrammarSpec
-from flashspark.text.reasoning import END_THINK
 from flashspark.text.tool_calls import CLOSE, OPEN
 
+from .grammar import THOUGHT
 from .tool_fields import NamedTool, Tool, ToolChoice
 
 FORCED_PARSER = "hermes"  # of the form in which calls are forced, whatever the model's own is
@@ -47,8 +47,7 @@ def call_grammar(
             "stop_after_first": only_one or named is not None,
         }
         if reasons_inside:
-            thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
-            form = {"type": "sequence", "elements": [thought, form]}
+            form = {"type": "sequence", "elements": [THOUGHT, form]}
     text = json.dumps({"type": "structural_tag", "format": form})
     return GrammarSpec("structural_tag", text, "tool_choice" if forced else "tools")
 

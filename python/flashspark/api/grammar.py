@@ -11,11 +11,14 @@ from typing import Any
 import orjson
 
 from flashspark.ipc import GrammarKind, GrammarSpec
+from flashspark.text.reasoning import END_THINK, THINK
 
 from .errors import RequestError
 from .fields import MAX_GRAMMAR_CHARS
 from .protocol import OpenAIFields, ResponseFormat, SamplingFields
 
+# A thought from its inside to the closing tag; parts of structural tags.
+THOUGHT: dict[str, Any] = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
 _JSON_SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 
 
@@ -42,6 +45,44 @@ def grammar_spec(fields: SamplingFields, prefix: str = "") -> GrammarSpec | None
 def json_schema_spec(schema: str | bool | dict[str, Any] | None, field: str) -> GrammarSpec:
     """JSON that a schema describes. `schema` is the schema or its JSON text; `field` is where it came from."""
     return _json("json_schema", schema, field, "a JSON schema: an object, true or false", (dict, bool))
+
+
+def after_reasoning(spec: GrammarSpec, inside: bool) -> GrammarSpec:
+    """The grammar of an answer that reasons freely before it follows `spec`. `inside`: the prompt has opened the
+    thought; else the model may, and one that does not follows `spec` at once."""
+    form = _format(spec)
+    thought = THOUGHT if inside else THOUGHT | {"begin": THINK}
+    form = {"type": "sequence", "elements": [thought, form]} if inside else _either(thought, form)
+    text = orjson.dumps({"type": "structural_tag", "format": form}).decode()
+    return GrammarSpec("structural_tag", text, spec.field)
+
+
+def _either(thought: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": [{"type": "sequence", "elements": [thought, form]}, form]}
+
+
+def _format(spec: GrammarSpec) -> dict[str, Any]:
+    """A grammar as a part of a structural tag."""
+    match spec.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": orjson.loads(spec.text)}
+        case "regex":
+            return {"type": "regex", "pattern": spec.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": spec.text}
+    tag = orjson.loads(spec.text)
+    if "structures" not in tag:
+        return tag["format"]
+    tags = [
+        {
+            "type": "tag",
+            "begin": item["begin"],
+            "content": {"type": "json_schema", "json_schema": item["schema"]},
+            "end": item["end"],
+        }
+        for item in tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
 def _structural_tag(tag: str | dict[str, Any], field: str) -> GrammarSpec:

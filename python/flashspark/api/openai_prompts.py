@@ -17,6 +17,7 @@ from .chat_tools import template_calls, template_tools
 from .context import ServerContext
 from .errors import RequestError
 from .generation import Prompt
+from .grammar import after_reasoning
 from .logprobs import chat_logprobs, check_num_values, completion_logprobs
 from .protocol import ChatBody, ChatMessage, CompletionBody
 from .sampling import (
@@ -115,6 +116,9 @@ async def chat_prompt(
             message = f"{params.grammar.field} and {grammar.field}: give only one of them"
             raise RequestError(message, param=grammar.field)
         params = msgspec.structs.replace(params, grammar=grammar)
+    elif params.grammar is not None and context.args.reasoning_parser is not None:
+        if inside or not (rendered + begun).rstrip().endswith(END_THINK):
+            params = msgspec.structs.replace(params, grammar=after_reasoning(params.grammar, inside))
     return Prompt(
         request_id=request_ids(body.rid, 1, call_id)[0],
         input_ids=input_ids,

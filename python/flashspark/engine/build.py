@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashspark.attention.kv_pool import KVPool
 from flashspark.attention.registry import make_backend
+from flashspark.models.config import DraftConfig
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 
@@ -62,6 +64,13 @@ class Engine:
     runner: ModelRunner
     capacity: KVCapacity
     context_length: int
+
+
+def verify_width(options: EngineOptions) -> int:
+    """Rows of a full block, from the draft's config.json alone; 1 without a draft."""
+    if options.draft_path is None:
+        return 1
+    return DraftConfig.load(Path(options.draft_path), options.block_size).verify_width
 
 
 def build_engine(options: EngineOptions) -> Engine:

@@ -9,8 +9,9 @@ import torch
 from flashspark import envs
 from flashspark.args import ServerArgs
 from flashspark.args.server_args import flag_name
-from flashspark.engine.build import Engine, EngineOptions, build_engine
+from flashspark.engine.build import Engine, EngineOptions, build_engine, verify_width
 from flashspark.ipc import RequestOutput, SchedulerReady
+from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.drafter import make_drafter
 from flashspark.speculative.sampling import SamplingRows
 from flashspark.speculative.step_results import runs_ahead
@@ -56,7 +57,11 @@ def _too_large(args: ServerArgs, error: Exception) -> str:
 
 def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Scheduler, SchedulerReady]:
     inputs = read_inputs(args)
-    engine = build_engine(_engine_options(args))
+    options = _engine_options(args)
+    rule = AcceptRule()
+    if envs.simulated_accept_length() is not None:  # refused before a model is loaded
+        rule = accept_rule(inputs.mode, verify_width(options))
+    engine = build_engine(options)
     tokenizer = (
         None if args.skip_tokenizer_init else TextTokenizer.load(args.tokenizer_path or args.model_path)
     )
@@ -66,7 +71,7 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
     sampling = SamplingRows(max_running_requests, runner.target.config.vocab_size, runner.device)
     worker = SpeculativeWorker(runner, sampling, make_drafter(runner))
     worker.scales_logprobs = not envs.RETURN_ORIGINAL_LOGPROB.get()
-    worker.rule = accept_rule(inputs.mode, worker.width)
+    worker.rule = rule
     worker.adaptive, verification = build_adaptive(args, inputs, engine, worker)
     limits = SchedulerLimits(
         context_length=engine.context_length,
