@@ -21,12 +21,14 @@ from flashspark.ipc import (
     TokenLogprobs,
 )
 from flashspark.scheduler.build import build_scheduler
+from flashspark.scheduler.grammar import GrammarQueue, XGrammarCompiler
 from flashspark.scheduler.request import Request
 from flashspark.scheduler.scheduler import Scheduler
 from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.drafter import make_confidence_source
 from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
 from flashspark.speculative.types import DraftBlock
+from flashspark.text.tokenizer import TextTokenizer
 
 # On a GPU the same comparisons hold in float32, and few tests run long enough for graphs to be worth their capture.
 ON_GPU = {"dtype": "float32", "disable_cuda_graph": True} if torch.cuda.is_available() else {}
@@ -81,6 +83,11 @@ class Harness:
         self.scheduler: Scheduler
         self.scheduler, self.ready = build_scheduler(self.args, self._receive)
         self._worker = self.scheduler._worker
+        grammars = self.scheduler._grammars
+        if grammars._compile is not None:  # in this process: another takes seconds to start
+            vocab_size = self.ready.vocab_size
+            tokenizer = TextTokenizer.load(self.args.tokenizer_path or target)
+            self.scheduler._grammars = GrammarQueue(XGrammarCompiler(tokenizer, vocab_size), vocab_size)
 
     def _receive(self, output: RequestOutput) -> None:
         result = self.results[output.request_id]

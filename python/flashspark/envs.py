@@ -107,6 +107,12 @@ SIMULATE_ACC_LEN = EnvVar(
 SIMULATE_ACC_METHOD = EnvVar(
     "SGLANG_SIMULATE_ACC_METHOD", "match-expected", str, "beside it; other methods are refused"
 )
+GRAMMAR_TIMEOUT_S = EnvVar(
+    "SGLANG_GRAMMAR_TIMEOUT",
+    60.0,
+    float,
+    "seconds for a grammar to be compiled in; one that takes longer is a 400",
+)
 RETURN_ORIGINAL_LOGPROB = EnvVar(
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
     False,

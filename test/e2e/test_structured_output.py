@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -119,3 +120,24 @@ def test_bad_grammars_are_400_and_name_the_field(demo: Server, stream: bool) -> 
         message = response.json()["error"]["message"]
         assert message.startswith(f"sampling_params.{field}: ")
         assert word in message
+
+
+def test_a_grammar_that_takes_too_much_fails_alone(demo: Server) -> None:
+    """Others with grammars and without are served while it is followed, and so is everybody afterwards."""
+    bad = "(((a{1,100}){1,100}){1,100}){1,100}"
+    with ThreadPoolExecutor(6) as pool:
+        sampling = {"regex": bad, "max_new_tokens": 400, "temperature": 0}
+        body = {"text": "a", "sampling_params": sampling}
+        refused = [pool.submit(demo.http.post, "/generate", json=body) for _ in range(2)]
+        numbers = [
+            pool.submit(demo.generate, "It is", regex="[0-9]{12}", max_new_tokens=30) for _ in range(2)
+        ]
+        free = [pool.submit(demo.generate, "It is", max_new_tokens=20, ignore_eos=True) for _ in range(2)]
+        for answer in numbers:
+            assert re.fullmatch("[0-9]{12}", answer.result()["text"])
+        assert [len(answer.result()["output_ids"]) for answer in free] == [20, 20]
+    for answer in refused:
+        assert answer.result().status_code == 400
+        message = answer.result().json()["error"]["message"]
+        assert message.startswith("sampling_params.regex: ") and "too complex" in message
+    assert re.fullmatch("[0-9]{5}", demo.generate("It is", regex="[0-9]{5}", max_new_tokens=30)["text"])

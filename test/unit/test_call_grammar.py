@@ -115,12 +115,19 @@ OLD_TAG = {
     ],
 )
 def test_a_grammar_begins_where_reasoning_ends(compiler, kind, text):
-    inside, maybe = (after_reasoning(GrammarSpec(kind, text, "field"), opened) for opened in (True, False))
+    spec = GrammarSpec(kind, text, "field")
+    inside, maybe = (after_reasoning(spec, "", opened) for opened in (True, False))
+    assert after_reasoning(spec, "<think>\n\n</think>\n\n", False) == spec
     assert inside.field == maybe.field == "field"
     thought = "Hm, <x> [7]: [x] …\n</think>"
     assert takes(compiler, inside, f"{thought}[1]")
     assert takes(compiler, maybe, "[1]")
     assert takes(compiler, maybe, f"<think>{thought}[1]")
-    for spec, bad in ((inside, "[1]"), (inside, f"{thought}[x]"), (maybe, "[x]"), (maybe, f"<think>{thought}[x]")):
+    for spec, bad in (
+        (inside, "[1]"),
+        (inside, f"{thought}[x]"),
+        (maybe, "[x]"),
+        (maybe, f"<think>{thought}[x]"),
+    ):
         assert not takes(compiler, spec, bad)
     assert not takes(compiler, inside, thought) or text == json.dumps(OLD_TAG)  # which may be empty

@@ -12,10 +12,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import flashspark.speculative.grammar as grammar_module
 from flashspark.ipc import GrammarSpec
 from flashspark.kernels.token_mask import apply_token_masks
-from flashspark.scheduler.grammar import GrammarError, GrammarQueue, XGrammarCompiler, unavailable_reason
+from flashspark.scheduler.grammar import (
+    GrammarError,
+    GrammarQueue,
+    XGrammarCompiler,
+    XGrammarMatcher,
+    unavailable_reason,
+)
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.grammar import GrammarState, Standing
 from flashspark.text.detokenizer import _BYTE_OF_CHAR
@@ -502,7 +507,9 @@ def test_a_grammar_that_the_vocabulary_cannot_write(folders):  # noqa: F811
             bitmask.fill_(0 if self.taken else -1)
 
     harness = Harness(folders["target"], folders["dflash2"])
-    harness.scheduler._grammars = GrammarQueue(lambda spec: Stuck, VOCAB_SIZE)
+    harness.scheduler._grammars = GrammarQueue(
+        lambda spec: lambda: XGrammarMatcher(Stuck(), VOCAB_SIZE), VOCAB_SIZE
+    )
     result, mate = harness.run([job_of("words"), Job(prompts(30)[9], 12)])
     assert (result.finish.type, result.finish.status_code, len(result.tokens)) == ("abort", 400, 1)
     assert "no token of the model's vocabulary" in result.finish.message
@@ -512,7 +519,7 @@ def test_a_grammar_that_the_vocabulary_cannot_write(folders):  # noqa: F811
     assert (result.finish.status_code, result.tokens) == (400, [])
 
 
-@pytest.mark.parametrize("fails", ["accept_token", "rollback", "fill_next_token_bitmask"])
+@pytest.mark.parametrize("fails", ["advance", "rollback"])
 def test_a_matcher_that_fails_ends_its_request_alone(folders, plain, compile_, fails):  # noqa: F811
     """At its fifth call, whichever that is."""
     spec = GrammarSpec("regex", "[!-~]{30}", "f")  # takes most wrong drafts too, so that they are rolled back
@@ -537,14 +544,6 @@ def test_a_matcher_that_fails_ends_its_request_alone(folders, plain, compile_, f
     assert (failed.finish.type, failed.finish.status_code) == ("abort", 400)
     assert "too complex" in failed.finish.message
     assert len(failed.tokens) < 30 and alone.finish.type == "stop"
-    assert_same((plain[0], plain[1][-2:]), jobs[1:], results, compile_)
-
-
-def test_a_matcher_that_is_slow_ends_its_request_alone(folders, plain, compile_, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(grammar_module, "SLOW_S", -1.0)
-    jobs = [job_of("words"), *all_jobs()[-2:]]
-    failed, *results = Harness(folders["target"], folders["dflash2"]).run(jobs)
-    assert (failed.finish.status_code, len(failed.tokens)) == (400, 1)
     assert_same((plain[0], plain[1][-2:]), jobs[1:], results, compile_)
 
 

@@ -47,9 +47,11 @@ def json_schema_spec(schema: str | bool | dict[str, Any] | None, field: str) -> 
     return _json("json_schema", schema, field, "a JSON schema: an object, true or false", (dict, bool))
 
 
-def after_reasoning(spec: GrammarSpec, inside: bool) -> GrammarSpec:
-    """The grammar of an answer that reasons freely before it follows `spec`. `inside`: the prompt has opened the
-    thought; else the model may, and one that does not follows `spec` at once."""
+def after_reasoning(spec: GrammarSpec, prompt: str, inside: bool) -> GrammarSpec:
+    """The grammar of an answer to `prompt` that reasons freely before it follows `spec`. `inside`: it begins as
+    reasoning; else the model may open a thought, unless the prompt ends with a closed one."""
+    if not inside and prompt.rstrip().endswith(END_THINK):
+        return spec
     form = _format(spec)
     thought = THOUGHT if inside else THOUGHT | {"begin": THINK}
     form = {"type": "sequence", "elements": [thought, form]} if inside else _either(thought, form)

@@ -117,8 +117,9 @@ async def chat_prompt(
             raise RequestError(message, param=grammar.field)
         params = msgspec.structs.replace(params, grammar=grammar)
     elif params.grammar is not None and context.args.reasoning_parser is not None:
-        if inside or not (rendered + begun).rstrip().endswith(END_THINK):
-            params = msgspec.structs.replace(params, grammar=after_reasoning(params.grammar, inside))
+        params = msgspec.structs.replace(
+            params, grammar=after_reasoning(params.grammar, rendered + begun, inside)
+        )
     return Prompt(
         request_id=request_ids(body.rid, 1, call_id)[0],
         input_ids=input_ids,

@@ -19,7 +19,8 @@ from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
 from .adaptive_build import Info, build_adaptive, read_inputs
-from .grammar import GrammarQueue, XGrammarCompiler, unavailable_reason
+from .grammar import GrammarQueue, unavailable_reason
+from .grammar_process import IsolatedCompiler
 from .graph_build import accept_rule
 from .limits import SchedulerLimits
 from .scheduler import Scheduler
@@ -97,7 +98,9 @@ def _grammar_queue(args: ServerArgs, tokenizer: TextTokenizer | None, vocab_size
     reason = unavailable_reason(args.grammar_backend, tokenizer)
     if reason is not None or tokenizer is None:
         return GrammarQueue(None, vocab_size, reason)
-    return GrammarQueue(XGrammarCompiler(tokenizer, vocab_size), vocab_size)
+    timeout_s = envs.GRAMMAR_TIMEOUT_S.get()
+    compiler = IsolatedCompiler(args.tokenizer_path or args.model_path, vocab_size, timeout_s)
+    return GrammarQueue(compiler, vocab_size, timeout_s=timeout_s)
 
 
 def _engine_options(args: ServerArgs) -> EngineOptions:

@@ -1,4 +1,4 @@
-"""Grammars of requests: compiled beside the step loop by xgrammar, in threads that leave Python's lock alone.
+"""Grammars of requests: compiled by xgrammar beside the step loop, which asks no more than whether they are.
 
 A request with a grammar waits here, not in the queue for a row, until its grammar is compiled. One that cannot be
 compiled, or not in time, ends its own request and no other.
@@ -16,15 +16,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+import torch
+
+from flashspark import envs
 from flashspark.ipc import FinishReason, GrammarSpec
-from flashspark.speculative.grammar import GrammarState, Matcher
+from flashspark.speculative.grammar import GrammarState, Look, Matcher, is_allowed
 from flashspark.text.tokenizer import TextTokenizer
 
 from .request import Request, end_of_grammar
 
 logger = logging.getLogger(__name__)
 
-COMPILE_TIMEOUT_S = 60.0
 _NUM_THREADS = 2
 _CACHE_BYTES = 256 << 20
 # Blanks in a row of a JSON text. A weak model goes on with them for ever where any number is valid.
@@ -36,6 +38,10 @@ Compile = Callable[[GrammarSpec], MakeMatcher]
 
 class GrammarError(ValueError):
     """A grammar that cannot be used; the message says why."""
+
+
+class TooManyGrammars(RuntimeError):
+    """No more can be held at once; the message says how many are."""
 
 
 def unavailable_reason(backend: str | None, tokenizer: TextTokenizer | None) -> str | None:
@@ -53,14 +59,56 @@ def unavailable_reason(backend: str | None, tokenizer: TextTokenizer | None) -> 
     return None
 
 
+class XGrammarMatcher:
+    """xgrammar's `GrammarMatcher` as a `Matcher`."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._num_words = matcher, -(-vocab_size // 32)
+
+    def look(self) -> Look:
+        """As `Matcher` has it, and so are the others."""
+        mask = torch.empty(1, self._num_words, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(mask)
+        return Look(mask[0], self._matcher.is_completed())
+
+    def advance(self, tokens: Sequence[int]) -> list[Look]:
+        looks: list[Look] = []
+        for token in tokens:
+            if looks and not is_allowed(looks[-1].mask, token):
+                break
+            self._matcher.accept_token(token)
+            looks.append(self.look())
+        return looks
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+
 class XGrammarCompiler:
-    """Compiles for one model's vocabulary. xgrammar is imported, and the vocabulary read, when the first grammar
-    comes: both take a second that few servers should pay at their start. Safe to use from several threads."""
+    """Compiles for one model's vocabulary, in this process and without limits: see `grammar_process`. xgrammar is
+    imported, and the vocabulary read, when they are first needed. Safe to use from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
+        self._info: Any = None
         self._compiler: Any = None
+
+    def prepare(self) -> None:
+        """Reads the vocabulary. Starts no thread, so that the process may fork afterwards."""
+        import xgrammar
+
+        with self._lock:
+            if self._info is None:
+                vocabulary = self._tokenizer.vocabulary(self._vocab_size)
+                assert vocabulary is not None  # `unavailable_reason`
+                # Without stop tokens: `GrammarState` decides per request what may end it.
+                self._info = xgrammar.TokenizerInfo(
+                    vocabulary,
+                    xgrammar.VocabType.RAW,
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=[],
+                )
 
     def __call__(self, spec: GrammarSpec) -> MakeMatcher:
         """What makes the matchers of a grammar.
@@ -70,23 +118,17 @@ class XGrammarCompiler:
         """
         import xgrammar
 
+        self.prepare()
         with self._lock:
             if self._compiler is None:
-                vocabulary = self._tokenizer.vocabulary(self._vocab_size)
-                assert vocabulary is not None  # `unavailable_reason`
-                # Without stop tokens: `GrammarState` decides per request what may end it.
-                info = xgrammar.TokenizerInfo(
-                    vocabulary,
-                    xgrammar.VocabType.RAW,
-                    vocab_size=self._vocab_size,
-                    stop_token_ids=[],
+                self._compiler = xgrammar.GrammarCompiler(
+                    self._info, max_threads=1, cache_limit_bytes=_CACHE_BYTES
                 )
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
         try:
             grammar = self._compile(xgrammar, spec)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        except (RuntimeError, ValueError, TypeError, KeyError, MemoryError) as error:
             raise GrammarError(_reason(error)) from error
-        return lambda: xgrammar.GrammarMatcher(grammar)
+        return lambda: XGrammarMatcher(xgrammar.GrammarMatcher(grammar), self._vocab_size)
 
     def _compile(self, xgrammar: Any, spec: GrammarSpec) -> Any:
         compiler = self._compiler
@@ -107,6 +149,8 @@ class XGrammarCompiler:
 def _reason(error: Exception) -> str:
     """xgrammar's message without the place in its sources."""
     text = str(error).strip()
+    if isinstance(error, MemoryError) or "bad_alloc" in text:
+        return "takes too much memory to compile; use a simpler one"
     if text.startswith("[") and ": " in text:
         text = text.split(": ", 1)[1]
     return text[:500] or type(error).__name__
@@ -120,7 +164,7 @@ class GrammarQueue:
         compile: Compile | None,
         vocab_size: int,
         unavailable: str | None = None,
-        timeout_s: float = COMPILE_TIMEOUT_S,
+        timeout_s: float = envs.GRAMMAR_TIMEOUT_S.default,
     ) -> None:
         """`unavailable` is why requests with grammars are refused where `compile` is None."""
         self._compile, self._vocab_size = compile, vocab_size
@@ -184,11 +228,12 @@ class GrammarQueue:
         assert self._compile is not None
         while True:
             spec, future = self._jobs.get()
+            future.set_running_or_notify_cancel()
             try:
                 make_matcher = self._compile(spec)
                 GrammarState(make_matcher(), self._vocab_size, ())  # one that takes for ever does so here
                 future.set_result(make_matcher)
-            except GrammarError as error:
+            except (GrammarError, TooManyGrammars) as error:
                 future.set_exception(error)
             except Exception as error:  # a bug of ours or the library's: this grammar alone fails
                 logger.exception("compiling a grammar failed")
@@ -197,9 +242,14 @@ class GrammarQueue:
     def _outcome(self, request: Request, future: Future[MakeMatcher]) -> FinishReason | None:
         spec = request.message.sampling.grammar
         assert spec is not None
-        if not future.done():
+        if future.running():
             return _refused(spec, f"takes longer than {self._timeout_s:g} s to compile; use a simpler one")
+        if not future.done():
+            waited = f"was not compiled within {self._timeout_s:g} s, since others take long"
+            return FinishReason("abort", message=f"{spec.field}: {waited}", status_code=503)
         error = future.exception()
+        if isinstance(error, TooManyGrammars):
+            return FinishReason("abort", message=f"{spec.field}: {error}", status_code=503)
         if isinstance(error, GrammarError):
             return _refused(spec, str(error))
         if error is not None:

@@ -9,7 +9,6 @@ they are.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,26 +21,27 @@ from .relay import CopyEngine, ImmediateCopies, PendingCopy, StreamCopies
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 1.0  # of processor time, most that one token may take
+
+class Look(NamedTuple):
+    """What follows at one point of a text, as a grammar has it."""
+
+    mask: Tensor  # int32 [ceil(V / 32)], the tokens that may
+    is_completed: bool  # the text so far matches
 
 
 class Matcher(Protocol):
-    """What is used of xgrammar's `GrammarMatcher`. It knows no stop tokens: ends are this module's affair."""
+    """A text on its way through a grammar. It knows no stop tokens: ends are this module's affair."""
 
-    def accept_token(self, token_id: int) -> bool:
-        """Moves on by one token that may follow."""
+    def look(self) -> Look:
+        """What follows here. RuntimeError, here and below: nobody can tell any more."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> list[Look]:
+        """Takes the first token, which may follow, and those after it as long as they may; what follows each."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
         """Takes the latest tokens back."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether the text so far matches the grammar."""
-        ...
-
-    def fill_next_token_bitmask(self, bitmask: Tensor) -> bool:
-        """Writes the tokens that may follow into `bitmask` int32 [1, ceil(V / 32)]."""
         ...
 
 
@@ -63,7 +63,12 @@ class _Place(NamedTuple):
 
     def allows(self, token: int) -> bool:
         """Whether the grammar goes on with `token`."""
-        return bool(int(self.grammar_mask[token // 32]) >> token % 32 & 1)
+        return is_allowed(self.grammar_mask, token)
+
+
+def is_allowed(mask: Tensor, token: int) -> bool:
+    """The bit of `token` in int32 [ceil(V / 32)]."""
+    return bool(int(mask[token // 32]) >> token % 32 & 1)
 
 
 class GrammarState:
@@ -81,7 +86,7 @@ class GrammarState:
         nothing = torch.zeros(self._num_words, dtype=torch.int32)
         self._nowhere, self._has_failed = _Place(Standing.FAILED, nothing, nothing), False
         self._ahead: list[int] = []  # drafts that the matcher has taken and nobody has committed yet
-        self._places = [self._look()]  # after the output, then after each of `_ahead`
+        self._places = [self._place(matcher.look())]  # after the output, then after each of `_ahead`
 
     @property
     def standing(self) -> Standing:
@@ -91,11 +96,10 @@ class GrammarState:
     def walk(self, drafts: Sequence[int]) -> list[Tensor]:
         """What block rows 0, 1, … may emit: int32 [ceil(V / 32)] each, of as many rows as can matter."""
         self._return()
-        for draft in drafts:
-            if not self._places[-1].allows(draft):
-                break
-            self._places.append(self._advance(draft))
-            self._ahead.append(draft)
+        if drafts and self._places[-1].allows(drafts[0]):
+            places = self._advance(drafts)
+            self._places += places
+            self._ahead += drafts[: len(places)]
         # Where nothing can follow the request is over, whatever the row there emits.
         return [place.mask for place in self._places if place.standing is Standing.OPEN]
 
@@ -110,7 +114,7 @@ class GrammarState:
             return True
         if not self._places[0].allows(token):
             return False
-        self._places = [self._advance(token)]
+        self._places = self._advance([token])
         return True
 
     def _return(self) -> None:
@@ -118,36 +122,32 @@ class GrammarState:
         if self._ahead and not self._has_failed:
             try:
                 self._matcher.rollback(len(self._ahead))
-            except RuntimeError:
-                self._failed("failed")
+            except RuntimeError as error:
+                self._failed(error)
         self._ahead.clear()
         # Where a matcher that failed stands nobody knows, so that it is not asked again.
         self._places = [self._nowhere] if self._has_failed else self._places[:1]
 
-    def _advance(self, token: int) -> _Place:
-        started = time.thread_time()
+    def _advance(self, tokens: Sequence[int]) -> list[_Place]:
         try:
-            self._matcher.accept_token(token)
-            place = self._look()
-        except RuntimeError:  # the library's limits, such as its depth of recursion: this request alone ends
-            return self._failed("failed")
-        # Very ambiguous grammars take ever longer, and everybody waits for them.
-        return place if time.thread_time() - started <= SLOW_S else self._failed("took too long")
+            return [self._place(look) for look in self._matcher.advance(tokens)]
+        except (
+            RuntimeError
+        ) as error:  # the library's limits, or those of time and memory: this request alone ends
+            return [self._failed(error)]
 
-    def _failed(self, how: str) -> _Place:
-        logger.warning("a grammar's matcher %s", how, exc_info=True)
+    def _failed(self, error: RuntimeError) -> _Place:
+        logger.warning("a grammar cannot be followed any further: %s", error)
         self._has_failed = True
         return self._nowhere
 
-    def _look(self) -> _Place:
-        mask = torch.empty(1, self._num_words, dtype=torch.int32)
-        self._matcher.fill_next_token_bitmask(mask)
-        is_completed = self._matcher.is_completed()
+    def _place(self, look: Look) -> _Place:
+        mask, is_completed = look
         if mask.any():
             standing = Standing.OPEN
         else:
             standing = Standing.ENDED if is_completed else Standing.STUCK
-        return _Place(standing, mask[0], mask[0] | self._stop_words if is_completed else mask[0])
+        return _Place(standing, mask, mask | self._stop_words if is_completed else mask)
 
 
 def _bit(token_id: int) -> int:
