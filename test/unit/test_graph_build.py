@@ -38,11 +38,11 @@ def test_what_cannot_be_simulated(monkeypatch, length, mode, reason):
 @pytest.mark.parametrize(("size", "length", "width"), [(None, "7", 6), (4, "5", 4)])
 def test_what_cannot_be_simulated_is_refused_before_a_model_is_loaded(
     tmp_path,
-    folders,
+    folders,  # noqa: F811
     monkeypatch,
     size,
     length,
-    width,  # noqa: F811
+    width,
 ):
     """There is no target to load."""
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", length)
