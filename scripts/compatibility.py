@@ -16,10 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from starlette.applications import Starlette
 
 from flashspark import envs
 from flashspark.api.app import ROUTES
 from flashspark.api.fields import RequestModel, neutral_fields
+from flashspark.api.http_metrics import HttpMetricsMiddleware
+from flashspark.api.metrics import PREFIX, SCHEDULER_METRICS, RequestMetrics, scheduler_families
 from flashspark.api.middleware import auth_class
 from flashspark.api.protocol import (
     BODIES,
@@ -29,6 +32,7 @@ from flashspark.api.protocol import (
     NativeSampling,
 )
 from flashspark.args.server_args import Flag, ServerArgs, flag_name
+from flashspark.ipc import SchedulerMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 COMMAND = "python scripts/compatibility.py"
@@ -55,6 +59,21 @@ Any unambiguous beginning of a name works (`--tp` for `--tp-size`), as do `--fla
 `--config FILE.yaml` supplies flags by name, and the command line wins. A *size* may be written `32k` (32,000) or `32Ki`
 (32,768).
 """
+
+METRICS_HEAD = """## Metrics
+
+Of `/metrics`, with `--enable-metrics`; all have the prefix `sglang:`.
+"""
+
+ABSENT_METRICS = {
+    "cuda_graph_passes_total": "`verify_tier_tokens` counts steps by the rows they ran",
+    "forward_execution_seconds_total": "`plan_measured_step_seconds_total` has those of predicted steps",
+    "graph_memory_usage_gb": "the log has it, once graphs are captured",
+    "is_cuda_graph": "`/server_info` has `disable_cuda_graph` and the tiers",
+    "new_token_ratio": "admission estimates nothing: a request is retracted when pages run out",
+    "per_stage_req_latency_seconds": "`queue_time_seconds` and `time_to_first_token_seconds` have the two stages",
+    "weight_memory_usage_gb": "weights may be packed on their way in",
+}
 
 VARIABLES = """## Environment variables
 
@@ -230,6 +249,29 @@ def _bounds(schema: dict[str, Any]) -> str:
     return "".join(f" {text}" for text in texts)
 
 
+def metric_rows() -> Iterable[Sequence[str]]:
+    """Every metric that is served, then SGLang's that are not, with the reason."""
+    request_metrics = RequestMetrics("")
+    steps = scheduler_families(SchedulerMetrics([], [0, 0], 0), {})
+    HttpMetricsMiddleware(Starlette(), request_metrics.registry, frozenset())
+    rows = {
+        family.name.removeprefix(PREFIX) + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            family.documentation,
+        )
+        for family in [*request_metrics.registry.collect(), *steps]
+    }
+    rows |= {
+        name: ("counter" if name.endswith("_total") else "gauge", text)
+        for name, text in SCHEDULER_METRICS.items()
+    }
+    for name, (kind, text) in sorted(rows.items()):
+        yield f"`{name}`", kind, "served", text
+    for name, reason in sorted(ABSENT_METRICS.items()):
+        assert name not in rows, name
+        yield f"`{name}`", "", "not served", reason
+
+
 def page() -> str:
     """The whole page."""
     columns = ("type", "default", "status", "")
@@ -248,6 +290,7 @@ def page() -> str:
     ]
     for title, model in models():
         parts += [f"### {title}\n", table(("field", *columns), field_rows(model)), ""]
+    parts += [METRICS_HEAD, table(("metric", "type", "status", ""), metric_rows())]
     return "\n".join(parts).rstrip() + "\n"
 
 

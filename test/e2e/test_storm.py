@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,18 @@ SPECULATIONS: list[dict[str, Any]] = [
     {"mode": "static", "max_verify_len": 2},
     {"mode": "adaptive", "max_verify_len": 4},
 ]
+# Some come to an end by themselves, some go on.
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "(yes|no|maybe)( (yes|no)){2,4}!"},
+    {"regex": "[ -~]{1,40}"},
+    {"regex": "[a-z ]*"},
+    {"json_schema": json.dumps({"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 5})},
+    {"json_schema": json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}})},
+    {"ebnf": 'root ::= "<" item ("," item)* ">"\nitem ::= [a-f] [a-f]'},
+    {"structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}}},
+]
+GRAMMAR_FIELDS = sorted({name for grammar in GRAMMARS for name in grammar})
+BAD_GRAMMARS: list[dict[str, Any]] = [{"regex": "(a"}, {"ebnf": "root ::= other"}]
 TOKENS_PER_TIE = 10_000
 
 
@@ -66,6 +80,7 @@ class Tally:
     unknown: int = 0  # gone away in the middle: may have ended by itself just before
     maybe_unsent: int = 0  # gone away before the server can have seen the whole request
     refused: int = 0
+    constrained: int = 0  # of those finished, with a grammar
     retractions: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     decided: list[tuple[dict[str, Any], list[list[int]]]] = field(default_factory=list)  # bodies, outputs
@@ -105,6 +120,9 @@ def random_sampling(draw: random.Random, num_prompt_tokens: int) -> dict[str, An
     }
     for name in draw.sample(sorted(choices), draw.randint(0, 6)):
         options[name] = choices[name]
+    if draw.random() < 0.2:
+        options |= draw.choice(GRAMMARS)
+        options.pop("min_new_tokens", None)  # a grammar may allow fewer, and that is an error
     return options
 
 
@@ -116,6 +134,9 @@ def check_answer(answer: dict[str, Any], sampling: dict[str, Any], tally: Tally)
     if reason["type"] == "abort":
         tally.aborted += 1
         return
+    tally.constrained += any(name in sampling for name in GRAMMAR_FIELDS)
+    if "regex" in sampling and reason == {"type": "stop", "matched": None}:
+        assert re.fullmatch(sampling["regex"], answer["text"])
     tally.finished += 1
     check_statistics(meta, num_tokens)
     if "output_token_logprobs" in meta:
@@ -214,6 +235,7 @@ class Client:
             "rid": body["rid"],
             "stream": True,
             "stream_options": {"include_usage": True},
+            **{name: sampling[name] for name in GRAMMAR_FIELDS if name in sampling},
         }
         response = self._http.post("/v1/chat/completions", json=chat)
         assert response.status_code == 200, response.text
@@ -256,8 +278,12 @@ class Client:
 
     def _refused(self, body: dict[str, Any], sampling: dict[str, Any]) -> None:
         too_long = CONTEXT - len(body["input_ids"]) + 1
-        wrong = self._draw.choice([{"temperature": -1}, {"max_new_tokens": too_long}, {"n": 1000}])
-        response = self._http.post("/generate", json=body | {"sampling_params": {**sampling, **wrong}})
+        bad = [{"temperature": -1}, {"max_new_tokens": too_long}, {"n": 1000}, *BAD_GRAMMARS]
+        wrong = self._draw.choice(bad)
+        settings = {key: value for key, value in sampling.items() if key not in GRAMMAR_FIELDS}
+        if wrong in BAD_GRAMMARS:  # found where it is compiled, when the request has been taken
+            self.tally.aborted += sampling.get("n", 1)
+        response = self._http.post("/generate", json=body | {"sampling_params": settings | wrong})
         assert response.status_code == 400, response.text
         assert next(iter(wrong)) in response.text
         self.tally.refused += 1
@@ -303,7 +329,7 @@ def storm(server: Server, num_requests: int, seed: int, num_again: int) -> None:
     assert certain <= grown["finished"] + grown["aborted"] <= certain + seen.maybe_unsent
     assert seen.finished <= grown["finished"] <= seen.finished + seen.unknown + seen.maybe_unsent
     assert seen.aborted <= grown["aborted"] <= seen.aborted + seen.unknown + seen.maybe_unsent
-    assert seen.aborted > 0
+    assert seen.aborted > 0 and seen.constrained > num_requests // 20
     assert after["aborted_mid_block"] > before["aborted_mid_block"]
     assert grown["num_retractions"] > 0, "the pool was not small enough for this test"
     assert 0 < seen.retractions <= grown["num_retractions"]

@@ -101,6 +101,7 @@ def test_requests_are_counted_where_they_are_answered(model):
     assert value(samples, "queue_time_seconds_count") == 3
     assert value(samples, "queue_time_seconds_sum") == pytest.approx(3 * QUEUE_SECONDS)
     assert value(samples, "startup_time_seconds", **API_LABELS) > 0
+    assert value(samples, "num_paused_reqs", **API_LABELS) == 0
     assert value(samples, "num_running_reqs", **API_LABELS, **RANK) == 3
     assert value(samples, "verify_tokens_total") == 70
     assert {s.labels["outcome"]: s.value for s in samples["plans_total"]} == {
@@ -324,6 +325,15 @@ def test_of_a_scheduler(folders, mode):  # noqa: F811
     assert value(samples, "kv_available_tokens") + evictable == free
     assert evictable == state["num_cached_pages"] * limits.page_size > 0
     assert value(samples, "page_size") * value(samples, "num_pages") == limits.max_total_num_tokens
+    assert value(samples, "utilization") == value(samples, "num_so_requests_total") == 0
+    tokens = {s.labels["mode"]: s.value for s in samples["realtime_tokens_total"]}
+    num_cached = value(samples, "cached_tokens_total")
+    num_prompt = sum(map(len, prompts(6)))
+    assert tokens == {
+        "prefill_compute": num_prompt - num_cached,
+        "prefill_cache": num_cached,
+        "decode": num_output,
+    }
     assert value(samples, "context_len") == limits.context_length
     check_charts(harness.scheduler.charts(), records, mode)
     if mode is VerifyMode.STATIC:

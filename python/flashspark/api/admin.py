@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 import flashspark
 from flashspark import envs
-from flashspark.ipc import SamplingParams, SchedulerReady
+from flashspark.ipc import SamplingParams
 
 from .context import ServerContext
 from .engine_client import EngineClient, EngineDead
 from .errors import RequestError, unavailable
 from .generation import Generation, Prompt
+from .metrics import kv_memory
 from .protocol import AbortBody, SetInternalStateBody
 from .sampling import default_speculation
 from .wire import json_response, unless_disconnected
@@ -181,13 +182,6 @@ def _fixed_tiers(buckets: Any) -> dict[str, Any]:
     decode = {"backend": "full", "bs": buckets, "max_bs": buckets[-1]}
     graphs = {"decode": decode, "prefill": {"backend": "disabled"}}
     return {"disable_cuda_graph": False, "cuda_graph_config": graphs, "decode_cuda_graph_bs": buckets}
-
-
-def kv_memory(ready: SchedulerReady) -> dict[str, Any]:
-    """What the KV pool takes, in GiB and in tokens."""
-    bytes_per_token = ready.info.get("kv_bytes_per_token")
-    size = bytes_per_token * ready.max_total_num_tokens / 2**30 if isinstance(bytes_per_token, int) else None
-    return {"kvcache": size, "token_capacity": ready.max_total_num_tokens}
 
 
 async def abort_request(request: Request, context: ServerContext) -> Response:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 import flashspark
 
-from .admin import kv_memory
 from .context import ServerContext
 from .engine_client import EngineDead
 from .errors import RequestError, unavailable
+from .metrics import kv_memory
 from .wire import json_response
 
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues")

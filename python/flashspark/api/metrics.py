@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flashspark.ipc import SchedulerMetrics
+from flashspark.ipc import SchedulerMetrics, SchedulerReady
 
 from .engine_client import EngineDead
 from .wire import json_response
@@ -46,8 +46,10 @@ _ITL_EDGES = (
 SCHEDULER_METRICS = {
     "num_running_reqs": "Requests that hold a row.",
     "num_queue_reqs": "Requests that wait for a row or for pages.",
+    "utilization": "Share of the rows that requests hold.",
     "num_retracted_reqs": "Requests that gave up their pages and wait for others.",
     "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
+    "num_so_requests_total": "Requests with a grammar.",
     "num_used_tokens": "KV positions in pages that requests hold.",
     "max_total_num_tokens": "KV positions of the pool.",
     "kv_used_tokens": "As num_used_tokens.",
@@ -59,6 +61,7 @@ SCHEDULER_METRICS = {
     "token_usage": "Share of the pool's KV positions in pages that requests hold.",
     "cache_hit_rate": "Share of the admitted prompts' tokens that the prefix cache had.",
     "cached_tokens_total": "Tokens of the admitted prompts that the prefix cache had.",
+    "realtime_tokens_total": "Tokens by mode: computed prompts, those that the prefix cache had, and output.",
     "gen_throughput": "Output tokens per second of the latest decode steps; 0 while nothing runs.",
     "num_retractions_total": "Times a request gave up its pages to an older one.",
     "num_aborted_requests_total": "Requests that were aborted.",
@@ -144,12 +147,15 @@ class RequestMetrics:
         self._output_lengths = histogram(
             "generation_tokens_histogram", "Answers by output tokens.", _LENGTH_EDGES, tuple(self.labels)
         )
-        self._startup = Gauge(
-            PREFIX + "startup_time_seconds",
-            "From the start of the process to the first request it could take.",
-            tuple(self.labels),
-            registry=self.registry,
-        )
+        gauges = {
+            "startup_time_seconds": "From the start of the process to the first request it could take.",
+            "num_paused_reqs": "Requests in flight while /pause_generation holds them.",
+            "kv_cache_memory_usage_gb": "GiB of the KV pools.",
+        }
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, tuple(self.labels), registry=self.registry)
+            for name, text in gauges.items()
+        }
 
     def observe_tokens(self, answer: Timed, num_new: int, started_s: float, is_streaming: bool) -> None:
         """`num_new` tokens of an answer that was asked for at `started_s` (monotonic) have come in."""
@@ -182,9 +188,10 @@ class RequestMetrics:
             seconds = (answer.last_token_s - answer.first_token_s) / (num_output - 1)
             self._per_token.labels(**labels).observe(seconds)
 
-    def set_startup(self, seconds: float) -> None:
-        """How long the start took."""
-        self._startup.labels(**self.labels).set(seconds)
+    def set(self, name: str, value: float | None) -> None:
+        """A gauge of the server, by its name without the prefix; None where it is not known."""
+        if value is not None:
+            self._gauges[name].labels(**self.labels).set(value)
 
     def _of(self, is_streaming: bool) -> dict[str, str]:
         return self.labels | {"is_streaming": "true" if is_streaming else "false"}
@@ -194,8 +201,9 @@ async def metrics(request: Request, context: ServerContext) -> Response:
     """Prometheus' text format; 404 without --enable-metrics."""
     if context.metrics is None:
         return json_response({"detail": "Not Found"}, status=404)
-    if context.startup_seconds is not None:
-        context.metrics.set_startup(context.startup_seconds)
+    context.metrics.set("startup_time_seconds", context.startup_seconds)
+    context.metrics.set("num_paused_reqs", context.engine.num_in_flight if context.paused else 0)
+    context.metrics.set("kv_cache_memory_usage_gb", kv_memory(context.ready)["kvcache"])
     families: list[Metric] = []
     try:
         scheduler = await context.engine.metrics()
@@ -205,6 +213,13 @@ async def metrics(request: Request, context: ServerContext) -> Response:
         families = scheduler_families(scheduler, context.metrics.labels)
     text = generate_latest(context.metrics.registry) + generate_latest(_Shown(families))
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def kv_memory(ready: SchedulerReady) -> dict[str, Any]:
+    """What the KV pool takes, in GiB and in tokens."""
+    bytes_per_token = ready.info.get("kv_bytes_per_token")
+    size = bytes_per_token * ready.max_total_num_tokens / 2**30 if isinstance(bytes_per_token, int) else None
+    return {"kvcache": size, "token_capacity": ready.max_total_num_tokens}
 
 
 def scheduler_families(scheduler: SchedulerMetrics, labels: dict[str, str]) -> list[Metric]:

@@ -173,6 +173,7 @@ class GrammarQueue:
         self._running: dict[GrammarSpec, Future[MakeMatcher]] = {}
         self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[MakeMatcher]]] = queue.SimpleQueue()
         self._num_threads = 0
+        self.num_added = 0  # ever
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -182,6 +183,7 @@ class GrammarQueue:
         """Begins to compile a request's grammar, unless somebody's like it is being compiled."""
         spec = request.message.sampling.grammar
         assert spec is not None
+        self.num_added += 1
         deadline = time.monotonic() + self._timeout_s
         self._waiting[request.request_id] = (request, self._submit(spec), deadline)
 

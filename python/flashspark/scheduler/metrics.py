@@ -34,6 +34,7 @@ def scheduler_metrics(
         *("num_used_tokens", "num_pages"),
     )
     values: dict[str, float] = {name: state[name] for name in names} | {
+        "utilization": state["num_running_reqs"] / state["max_running_requests"],
         "max_total_num_tokens": max_total_num_tokens,
         "kv_used_tokens": state["num_used_tokens"],
         "kv_available_tokens": state["num_free_pages"] * page_size,
@@ -45,11 +46,20 @@ def scheduler_metrics(
         "gen_throughput": means.gen_throughput if state["num_running_reqs"] else 0.0,
         "num_retractions_total": state["num_retractions"],
         "num_aborted_requests_total": state["aborted"],
+        "num_so_requests_total": state["num_so_requests"],
     }
     samples = [MetricSample(name, value) for name, value in values.items()]
     samples.append(
         MetricSample("cached_tokens_total", state["num_cached_tokens"], {"cache_source": "device"})
     )
+    tokens = {
+        "prefill_compute": state["num_prompt_tokens"] - state["num_cached_tokens"],
+        "prefill_cache": state["num_cached_tokens"],
+        "decode": state["output_tokens"],
+    }
+    samples += [
+        MetricSample("realtime_tokens_total", value, {"mode": mode}) for mode, value in tokens.items()
+    ]
     if gamma:
         samples += _of_speculation(state, means, gamma)
     if adaptive is not None:
