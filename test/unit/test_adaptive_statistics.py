@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from types import SimpleNamespace
 
@@ -68,14 +69,18 @@ def test_planned_and_trimmed(folders, mode):  # noqa: F811
 
 
 def test_steps_without_a_draft(folders):  # noqa: F811
-    """They verify the anchor, draft nothing, and are probed."""
+    """They verify the anchor, draft nothing, and are probed; what is known is learned from before each run of them."""
     harness = Harness(folders["target"], folders["dflash2"])
-    rule = DraftFreeRule(patience=2, probe_every=5)
+    rule = DraftFreeRule(patience=2, probe_every=5, probe_every_most=5)
     adaptive = harness.make_adaptive(VerifyMode.COMPACT, LINEAR, grid(48), draft_free=rule)
     adaptive.planner.plain_costs = PlainStepCosts((1, 48), (1e-6, 2e-6))
     adaptive.source.num_refits = 100
+    caught_up, catch_up = [], adaptive.source.catch_up
+    adaptive.source.catch_up = lambda: (caught_up.append(adaptive.source.num_steps), catch_up())
     results = harness.run([Job(p, 40) for p in prompts(12)])
     check_sums(harness, results)
+    drafts = [record.plan.draft for record in harness.scheduler.records if record.num_reqs]
+    assert len(caught_up) == sum(then and not now for then, now in itertools.pairwise(drafts)) > 1
     records = [record for record in harness.scheduler.records if record.num_reqs]
     plain_steps = [record for record in records if not record.plan.draft]
     assert len(plain_steps) > len(records) / 2

@@ -274,6 +274,35 @@ def test_classes_have_coefficients_of_their_own():
     assert estimator.intercepts[1, 0].item() == pytest.approx(-1.0, abs=0.4)
 
 
+def test_a_class_that_comes_later_is_learned_as_fast_as_the_first():
+    """Ten refits in its own first hundred steps, though the schedule of all steps has none but one there."""
+    estimator = AcceptanceEstimator(32, GAMMA, CPU)
+    play(estimator, Stream(0.6, [2.0] * GAMMA, seed=1), 300, params=GREEDY)
+    known = estimator.slope[0].item(), estimator.intercepts[0].tolist()
+    assert estimator.num_refits == 12 and estimator.intercepts[1].tolist() == [PRIOR_INTERCEPT] * GAMMA
+    play(estimator, Stream(0.6, [-1.0] * GAMMA, seed=2), 60)
+    assert estimator.slope[1].item() == pytest.approx(0.6, abs=0.2)
+    assert estimator.intercepts[1, 0].item() == pytest.approx(-1.0, abs=0.3)
+    assert (estimator.slope[0].item(), estimator.intercepts[0].tolist()) == known
+    assert (estimator.num_steps, estimator.num_refits) == (360, 12)
+    assert sum(estimator.summary()["observations"][1]) > 60 * 32
+
+
+def test_catching_up_learns_what_waits_and_leaves_the_schedule_alone():
+    estimator = AcceptanceEstimator(32, GAMMA, CPU)
+    play(estimator, Stream(0.6, [2.0] * GAMMA, seed=1), 200)
+    before = estimator.intercepts[1].clone()
+    stream = Stream(0.6, [-2.0] * GAMMA, seed=2)
+    for _ in range(10):  # as probes do, far apart
+        play(estimator, stream, 2)
+        estimator.catch_up()
+    assert (estimator.num_steps, estimator.num_refits, estimator.is_ready) == (220, 11, True)
+    assert before[0] > 1.5 and estimator.intercepts[1, 0].item() == pytest.approx(-2.0, abs=0.7)
+    learned = estimator.intercepts.clone()
+    estimator.catch_up()  # nothing waits
+    assert torch.equal(estimator.intercepts, learned)
+
+
 def test_confidence_does_not_depend_on_the_place_in_the_batch():
     estimator = AcceptanceEstimator(4, GAMMA, CPU)
     estimator.slope.fill_(0.7)

@@ -162,7 +162,7 @@ def test_plans_and_confidence(folders, mode):  # noqa: F811
 
 
 def test_steps_without_a_draft_draft_nothing(folders):  # noqa: F811
-    rule = DraftFreeRule(patience=2, probe_every=5)
+    rule = DraftFreeRule(patience=2, probe_every=5, probe_every_most=5)
     harness = engine_of(folders, VerifyMode.CAP_ACCEPT, draft_free=rule)
     harness._worker.adaptive.planner.plain_costs = PlainStepCosts((1, 48), (1e-6, 2e-6))
     harness.run([Job(p, 30) for p in prompts(4)])

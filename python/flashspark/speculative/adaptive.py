@@ -47,6 +47,7 @@ class AdaptiveVerifier:
         self._relay = ConfidenceRelay(max_reqs, source.gamma, device)
         self._generations = RowGenerations(max_reqs)
         self._eps = planner.settings.survival_eps
+        self._is_drafting = True  # the last plan drafts
         self._device = device
 
     def assign(self, row: int, params: RowSampling, speculates: bool) -> None:
@@ -77,7 +78,11 @@ class AdaptiveVerifier:
             keeps_block=np.asarray(keeps_block, dtype=np.bool_),
             num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
         )
-        return self.planner.plan(batch)
+        plan = self.planner.plan(batch)
+        if self._is_drafting and not plan.draft:
+            self.source.catch_up()
+        self._is_drafting = plan.draft
+        return plan
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Tells the planner what a step took. In cap-accept the rows planned are not those that ran."""

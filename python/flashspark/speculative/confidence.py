@@ -68,6 +68,10 @@ class ConfidenceSource(Protocol):
         """
         ...
 
+    def catch_up(self) -> None:
+        """Learns from the outcomes that wait: more may be long in coming, and later plans go by what they taught."""
+        ...
+
     def summary(self) -> Summary:
         """What metrics show, as of the last settling. Waits for the device: not for the hot path."""
         ...
@@ -106,35 +110,39 @@ class PredictionLog:
         self.values = torch.full((max_reqs + 1, 2, gamma), float("nan"), device=device)
         self._nothing = torch.full((gamma,), float("nan"), device=device)
         self.kinds = torch.zeros(max_reqs + 1, dtype=torch.int64, device=device)  # class | TEACHES
-        self._teaching_rows: set[int] = set()
+        self._teaching_rows: dict[int, int] = {}  # and their class
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def assign(self, row: int, params: RowSampling, is_visible: bool) -> None:
         """`row` has a new owner, who owes nothing for the old one's predictions."""
         self.release(row)
         teaches = is_visible and draft_sees(params)
-        self.kinds[row].fill_((GREEDY if params.is_greedy else SAMPLED) | (TEACHES if teaches else 0))
+        kind = GREEDY if params.is_greedy else SAMPLED
+        self.kinds[row].fill_(kind | (TEACHES if teaches else 0))
         if teaches:
-            self._teaching_rows.add(row)
+            self._teaching_rows[row] = kind
 
     def release(self, row: int) -> None:
         """`row` has no owner."""
         self.values[row].fill_(float("nan"))
         self.kinds[row].fill_(0)
-        self._teaching_rows.discard(row)
+        self._teaching_rows.pop(row, None)
 
     def put(self, rows: Tensor, signal: Tensor, prediction: Tensor) -> None:
         """Remembers this step's values: batch order in, request rows out."""
         self.values[rows] = torch.stack((signal, prediction), dim=1)
 
-    def close(self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor) -> bool:
-        """Takes the outcomes of `rows`' predictions, each of which counts once. False: none can teach anything."""
-        if not any(row in self._teaching_rows for row in row_list):
-            return False
+    def close(
+        self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor
+    ) -> set[int]:
+        """Takes the outcomes of `rows`' predictions, each of which counts once; returns the classes that they teach."""
+        taught = {self._teaching_rows[row] for row in row_list if row in self._teaching_rows}
+        if not taught:
+            return taught
         outcome = torch.stack((num_accepted, verify_lens))
         self._waiting.append((self.values[rows], self.kinds[rows], outcome))
         self.values[rows, 1] = self._nothing
-        return True
+        return taught
 
     def drain(self) -> Outcomes | None:
         """What has come in since the last call, in order."""
@@ -235,6 +243,9 @@ class HeadConfidence:
         outcomes = self._log.drain()
         if outcomes is not None:
             self._count(outcomes)
+
+    def catch_up(self) -> None:
+        """See `ConfidenceSource`: there is nothing to learn."""
 
     def _count(self, outcomes: Outcomes) -> None:
         self._calibration.add(outcomes)

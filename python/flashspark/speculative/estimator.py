@@ -26,7 +26,8 @@ WARMUP_REFITS = EARLY_REFITS + 1  # 200 steps
 class AcceptanceEstimator:
     """A logistic model of acceptance, refit every `REFIT_INTERVAL` steps on the steps since the last refit.
 
-    The first interval has `EARLY_REFITS` refits, and full blocks are verified until `WARMUP_REFITS` are done.
+    The first interval has `EARLY_REFITS` refits, and full blocks are verified until `WARMUP_REFITS` are done. So has
+    the first interval of a class that comes later, and whatever a draft-free time's probes see is learned at once.
 
     The signal is `logit(q_max)` of the row each draft was drawn from (`selector_walk_with_feature`,
     `logit_of_largest`). See `flashspark.kernels.estimator` for the model. Owns its coefficients and sums, which
@@ -58,7 +59,9 @@ class AcceptanceEstimator:
         self._num_observations = torch.zeros(num_classes, gamma, dtype=torch.float64, device=device)
         self._log = PredictionLog(max_reqs, gamma, device)
         self._calibration = Calibration(gamma, device)
-        self.num_steps = self.num_refits = 0  # steps that taught; both from host state, never from the device
+        # Steps that taught, and refits on schedule; from host state, never from the device.
+        self.num_steps = self.num_refits = 0
+        self._num_class_steps = [0] * NUM_CLASSES
 
     @property
     def is_ready(self) -> bool:
@@ -82,16 +85,27 @@ class AcceptanceEstimator:
         self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor
     ) -> None:
         """See `ConfidenceSource`. Steps of which nothing can be learned do not count."""
-        if not self._log.close(rows, row_list, num_accepted, verify_lens):
+        taught = self._log.close(rows, row_list, num_accepted, verify_lens)
+        if not taught:
             return
         self.num_steps += 1
-        is_early = self.num_steps < self._refit_interval
-        interval = max(1, self._refit_interval // EARLY_REFITS) if is_early else self._refit_interval
-        is_refit_due = self.num_steps % interval == 0
-        if is_refit_due or self.num_steps % SETTLE_INTERVAL == 0:
+        for member in taught:
+            self._num_class_steps[member] += 1
+        is_due = self._is_due(self.num_steps)
+        is_due_early = any(
+            self._num_class_steps[member] < self._refit_interval
+            and self._is_due(self._num_class_steps[member])
+            for member in taught
+        )
+        if is_due or is_due_early or self.num_steps % SETTLE_INTERVAL == 0:
             self.settle()
-        if is_refit_due:
-            self._refit()
+        if is_due or is_due_early:
+            self._refit(counts=is_due)
+
+    def _is_due(self, num_steps: int) -> bool:
+        is_early = num_steps < self._refit_interval
+        interval = max(1, self._refit_interval // EARLY_REFITS) if is_early else self._refit_interval
+        return num_steps % interval == 0
 
     def settle(self) -> None:
         """See `ConfidenceSource`."""
@@ -108,6 +122,11 @@ class AcceptanceEstimator:
             outcomes.teaches,
         )
         self._calibration.add(outcomes)
+
+    def catch_up(self) -> None:
+        """See `ConfidenceSource`."""
+        self.settle()
+        self._refit(counts=False)
 
     def summary(self) -> Summary:
         """See `ConfidenceSource`. Lists have one entry per class: all requests, or greedy and sampled."""
@@ -128,11 +147,11 @@ class AcceptanceEstimator:
         bits = torch.cat((self.slope, self.intercepts.flatten())).view(torch.int32).to(torch.int64)
         return int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
 
-    def _refit(self) -> None:
+    def _refit(self, counts: bool) -> None:
         was_ready = self.is_ready
         self._num_observations += self._moments[:, -1]
         kernel.refit(self.slope, self.intercepts, self._moments)
-        self.num_refits += 1
+        self.num_refits += counts
         if self.is_ready and not was_ready:
             logger.info(
                 "Acceptance estimator: warm after %d refits in %d steps, verification may be trimmed from now on",
