@@ -152,14 +152,30 @@ def draft(n: int, dtype: torch.dtype) -> None:
     estimator.predict_rows(values, ids(n), ids(n), floats(2), floats(2, 7), floats(n, 2, 7), "triton")
 
 
+def large_batches(n: int, dtype: torch.dtype) -> None:
+    """Attention with the tunings of 24, 32 and more requests."""
+    if dtype == BFLOAT16:
+        paged_attention._shared_bytes = lambda: 227 << 10
+        cache = zeros(64, 8, 128)
+        for count in (24 * n, 32 * n, 64 * n):
+            q = zeros(count * 8, 32, 128)
+            paged_attention.ragged_attention(
+                q, cache, cache, ids(count + 1), ids(count), None, ids(count, 64), 16, 0.1, 8
+            )
+
+
 def programmatic(n: int, dtype: torch.dtype) -> None:
     """A layer's kernels that start early."""
     if dtype == BFLOAT16:
-        launch.PROGRAMMATIC_LAUNCH = True
+        usual, launch.PROGRAMMATIC_ROWS, launch.can_launch_early = (
+            launch.PROGRAMMATIC_ROWS,
+            1024,
+            lambda: True,
+        )
         rows(n, dtype)
         q, cache = zeros(n * 8, 32, 128), zeros(64, 8, 128)
         paged_attention.ragged_attention(q, cache, cache, ids(n + 1), ids(n), None, ids(n, 64), 16, 0.1, 8)
-        launch.PROGRAMMATIC_LAUNCH = False
+        launch.PROGRAMMATIC_ROWS = usual
 
 
 VOCAB_SIZE = 151936
@@ -167,6 +183,7 @@ GROUPS = {
     "rows": rows,
     "attention": attention,
     "programmatic": programmatic,
+    "large_batches": large_batches,
     "planning": planning,
     "tokens": tokens,
     "draft": draft,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-# Whether a layer's kernels start while the one before them ends (programmatic dependent launch, from sm_90 on).
-PROGRAMMATIC_LAUNCH = False
+# Up to so many rows a layer's kernels start while the one before them ends (programmatic dependent launch). On an H200
+# 36 layers take 107 µs less with a row and 70 with 8, but with 32 rows and more 70 longer: their programs wait where
+# the product before them would still use the room.
+PROGRAMMATIC_ROWS = 8
+_PROGRAMMATIC_CAPABILITY = (9, 0)
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -17,11 +22,17 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def launch_options() -> dict[str, bool]:
-    """Of kernels that call `await_previous`: its argument, and how they are launched."""
-    if PROGRAMMATIC_LAUNCH and not is_interpreted():
+def launch_options(num_rows: int) -> dict[str, bool]:
+    """Of kernels that call `await_previous`, over so many rows: its argument, and how they are launched."""
+    if num_rows <= PROGRAMMATIC_ROWS and not is_interpreted() and can_launch_early():
         return {"PROGRAMMATIC": True, "launch_pdl": True}
     return {"PROGRAMMATIC": False}
+
+
+@lru_cache(maxsize=1)
+def can_launch_early() -> bool:
+    """Whether the GPU has programmatic dependent launch."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _PROGRAMMATIC_CAPABILITY
 
 
 @triton.jit

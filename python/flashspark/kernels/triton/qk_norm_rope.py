@@ -138,6 +138,6 @@ def _launch(
             TO_SLOTS=slots is not None,
             HEADS=heads,
             BLOCK=block_size(dim),
-            **launch_options(),
+            **launch_options(num_rows),
         )
     return q

@@ -101,7 +101,7 @@ def _launch(
         ROWS=per_program,
         BLOCK=block,
         num_warps=8 if block > 2048 else 4,
-        **launch_options(),
+        **launch_options(num_rows),
     )
 
 

@@ -32,5 +32,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (rows.shape[0], triton.cdiv(size, BLOCK))
-        _silu_mul_kernel[grid](rows, out, size, BLOCK=BLOCK, **launch_options())
+        _silu_mul_kernel[grid](rows, out, size, BLOCK=BLOCK, **launch_options(rows.shape[0]))
     return out
