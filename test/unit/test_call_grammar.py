@@ -131,3 +131,8 @@ def test_a_grammar_begins_where_reasoning_ends(compiler, kind, text):
     ):
         assert not takes(compiler, spec, bad)
     assert not takes(compiler, inside, thought) or text == json.dumps(OLD_TAG)  # which may be empty
+
+
+def test_a_tag_of_nothing_is_left_for_the_compiler_to_refuse():
+    spec = GrammarSpec("structural_tag", '{"type": "structural_tag"}', "field")
+    assert after_reasoning(spec, "", True) == spec

@@ -72,6 +72,14 @@ def in_pieces(harness: Harness, runner=None, **rule) -> StepGraphs:
     return worker.graphs
 
 
+def test_the_buckets_that_are_told_are_those_of_the_pieces(folders):  # noqa: F811
+    harness = Harness(folders["target"], folders["dflash2"], max_running_requests=48)
+    assert harness.scheduler.verify_request_buckets == list(range(1, 49))
+    graphs = in_pieces(harness)
+    assert harness.scheduler.verify_request_buckets == list(graphs.grid.buckets)
+    assert 10 < len(graphs.grid.buckets) < 40 and graphs.grid.buckets[-1] == 48
+
+
 @pytest.mark.parametrize("mode", [VerifyMode.CAP_ACCEPT, VerifyMode.COMPACT], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("draft", ["dflash2", "dspark"])
 def test_planned_steps(folders, drafts, plain, draft, mode):  # noqa: F811

@@ -50,9 +50,9 @@ def json_schema_spec(schema: str | bool | dict[str, Any] | None, field: str) -> 
 def after_reasoning(spec: GrammarSpec, prompt: str, inside: bool) -> GrammarSpec:
     """The grammar of an answer to `prompt` that reasons freely before it follows `spec`. `inside`: it begins as
     reasoning; else the model may open a thought, unless the prompt ends with a closed one."""
-    if not inside and prompt.rstrip().endswith(END_THINK):
-        return spec
     form = _format(spec)
+    if form is None or (not inside and prompt.rstrip().endswith(END_THINK)):
+        return spec
     thought = THOUGHT if inside else THOUGHT | {"begin": THINK}
     form = {"type": "sequence", "elements": [thought, form]} if inside else _either(thought, form)
     text = orjson.dumps({"type": "structural_tag", "format": form}).decode()
@@ -63,8 +63,8 @@ def _either(thought: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "or", "elements": [{"type": "sequence", "elements": [thought, form]}, form]}
 
 
-def _format(spec: GrammarSpec) -> dict[str, Any]:
-    """A grammar as a part of a structural tag."""
+def _format(spec: GrammarSpec) -> Any:
+    """A grammar as a part of a structural tag; None of a tag without any, which is refused where it is compiled."""
     match spec.kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": orjson.loads(spec.text)}
@@ -74,7 +74,7 @@ def _format(spec: GrammarSpec) -> dict[str, Any]:
             return {"type": "grammar", "grammar": spec.text}
     tag = orjson.loads(spec.text)
     if "structures" not in tag:
-        return tag["format"]
+        return tag.get("format")
     tags = [
         {
             "type": "tag",

@@ -36,7 +36,7 @@ BURST_S, MEAN_S = (
     1.0,
     0.02,
 )  # of processor time per token: a request's saved-up share, and what a token adds to it
-_MAX_PROCESSES, _MAX_IDLE = 128, 32
+_MAX_PROCESSES, _MAX_IDLE = 256, 64  # of some 5 MB each
 _SPARE_S = 60.0  # for an answer, beyond the processor time it may take: nobody waits for ever
 _LENGTH = struct.Struct("<I")
 

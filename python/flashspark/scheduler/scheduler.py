@@ -217,8 +217,10 @@ class Scheduler:
 
     @property
     def verify_request_buckets(self) -> list[int]:
-        """Batch sizes that steps are padded to; in static verification each runs as it is."""
-        adaptive = self._worker.adaptive
+        """Batch sizes that steps are padded to; without fixed shapes, in static verification, each runs as it is."""
+        adaptive, graphs = self._worker.adaptive, self._worker.graphs
+        if graphs is not None:
+            return list(graphs.grid.buckets)
         if adaptive is None or adaptive.planner.grid is None:
             return list(range(1, self.limits.max_running_requests + 1))
         return list(adaptive.planner.grid.buckets)
