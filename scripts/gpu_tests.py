@@ -53,7 +53,9 @@ def commands(out: Path, workers: int) -> dict[str, list[str]]:
         "unit/test_overlap.py",
     )
     return {
-        "kernels": pytest_command(out, "kernels", workers, "kernels/test_triton_[!c]*.py"),
+        "kernels": pytest_command(
+            out, "kernels", workers, "kernels/test_triton_[!c]*.py", "kernels/test_matmul.py"
+        ),
         "memcheck": [sys.executable, str(ROOT / "scripts" / "gpu_memcheck.py"), "--out", str(out)],
         "engine": pytest_command(out, "engine", 1, "gpu/test_*.py"),
         "suite": pytest_command(out, "suite", workers, *suite),
