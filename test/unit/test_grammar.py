@@ -22,7 +22,7 @@ from flashspark.scheduler.grammar import (
     unavailable_reason,
 )
 from flashspark.speculative.adaptive import VerifyMode
-from flashspark.speculative.grammar import GrammarState, Standing
+from flashspark.speculative.grammar import GrammarState, Look, Standing
 from flashspark.text.detokenizer import _BYTE_OF_CHAR
 from flashspark.text.tokenizer import TextTokenizer
 from harness import NEAR_TIE, Harness, Job, ScriptedDrafter, first_difference, next_logits
@@ -545,6 +545,25 @@ def test_a_matcher_that_fails_ends_its_request_alone(folders, plain, compile_, f
     assert "too complex" in failed.finish.message
     assert len(failed.tokens) < 30 and alone.finish.type == "stop"
     assert_same((plain[0], plain[1][-2:]), jobs[1:], results, compile_)
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_a_matcher_that_fails_at_once_ends_its_request_alone(folders, num_good):  # noqa: F811
+    """In the thread that compiles it, or in the step loop."""
+    made = []
+
+    class Broken:
+        def look(self):
+            made.append(self)
+            if len(made) > num_good:
+                raise RuntimeError("gone")
+            return Look(torch.full((-(-VOCAB_SIZE // 32),), -1, dtype=torch.int32), False)
+
+    harness = Harness(folders["target"])
+    harness.scheduler._grammars = GrammarQueue(lambda spec: Broken, VOCAB_SIZE)
+    result, mate = harness.run([job_of("words"), Job(prompts(30)[9], 12)])
+    assert (result.finish.status_code, len(mate.tokens)) == (400, 12)
+    assert result.finish.message == "field: cannot be followed (gone); use a simpler one"
 
 
 # While a grammar is being compiled

@@ -130,6 +130,15 @@ def test_processes_are_shared_counted_and_end(isolated, monkeypatch):
 def test_a_forking_process_that_is_gone_is_started_again(isolated):
     matcher = isolated(GrammarSpec("regex", "a", "f"))()
     isolated._forking[0].kill()
-    isolated._forking[0].wait()
     assert isolated(GrammarSpec("regex", "b", "f"))().look().mask.any()
     assert matcher.look().mask.any()
+
+
+def test_one_that_is_gone_is_compiled_again(isolated):
+    spec = GrammarSpec("regex", "gone", "f")
+    matcher = isolated(spec)()
+    for child in psutil.Process(isolated._forking[0].pid).children():
+        child.kill()
+    with pytest.raises(RuntimeError, match="too much time or memory"):
+        matcher.look()
+    assert isolated(spec)().look().mask.any()

@@ -233,13 +233,19 @@ class GrammarQueue:
             future.set_running_or_notify_cancel()
             try:
                 make_matcher = self._compile(spec)
-                GrammarState(make_matcher(), self._vocab_size, ())  # one that takes for ever does so here
+                self._begin(make_matcher, ())  # one that takes for ever does so here
                 future.set_result(make_matcher)
             except (GrammarError, TooManyGrammars) as error:
                 future.set_exception(error)
             except Exception as error:  # a bug of ours or the library's: this grammar alone fails
                 logger.exception("compiling a grammar failed")
                 future.set_exception(error)
+
+    def _begin(self, make_matcher: MakeMatcher, stop_ids: Sequence[int]) -> GrammarState:
+        try:
+            return GrammarState(make_matcher(), self._vocab_size, stop_ids)
+        except RuntimeError as error:
+            raise GrammarError(f"cannot be followed ({error}); use a simpler one") from error
 
     def _outcome(self, request: Request, future: Future[MakeMatcher]) -> FinishReason | None:
         spec = request.message.sampling.grammar
@@ -257,8 +263,10 @@ class GrammarQueue:
         if error is not None:
             message = f"{spec.field}: the grammar could not be compiled ({error})"
             return FinishReason("abort", message=message, status_code=500)
-        stop_ids: Sequence[int] = sorted(request.stop_checker.stop_ids)
-        request.grammar = GrammarState(future.result()(), self._vocab_size, stop_ids)
+        try:
+            request.grammar = self._begin(future.result(), sorted(request.stop_checker.stop_ids))
+        except GrammarError as error:
+            return _refused(spec, str(error))
         return end_of_grammar(spec, request.grammar.standing)
 
 

@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -113,6 +114,11 @@ class _GrammarProcess:
         if answer.error is not None:
             raise GrammarError(answer.error)
 
+    def is_there(self) -> bool:
+        """Whether it can be asked, as far as anybody knows."""
+        with self._lock:
+            return not self.has_ended and not _ends_now(self._link.connection)
+
     def make_matcher(self) -> Matcher:
         """At the beginning."""
         matcher = _RemoteMatcher(self, next(self._numbers))
@@ -184,43 +190,62 @@ class IsolatedCompiler:
             GrammarError: why it is none, or that it takes too much.
             TooManyGrammars: for now.
         """
+        for _ in range(2):
+            process = self._process(spec)
+            if process is not None:
+                return process.make_matcher
+        raise RuntimeError("the process that forks for grammars ends again and again; the log says why")
+
+    def _process(self, spec: GrammarSpec) -> _GrammarProcess | None:
+        """None where the one that forks has ended meanwhile."""
         with self._lock:
             process = self._latest.get(spec)
-            if process is not None and not process.has_ended:
+            if process is not None and process.is_there():
                 self._latest.move_to_end(spec)
-                return process.make_matcher
+                return process
             while len(self._latest) >= _MAX_IDLE:
                 self._latest.popitem(last=False)
-            process = self._fork()
-            forking = self._forking
+            forking, control = self._forking_process()
+            try:
+                process = self._fork(control)
+            except OSError:
+                forking.wait()
+                return None
         try:
             process.compile(_Compile(spec, self.timeout_s, self.memory_bytes))
         except GrammarError:
-            if forking is not None and forking[0].poll() is not None:
-                raise RuntimeError(
-                    "the process that forks for grammars has ended; the log says why"
-                ) from None
-            raise
+            if not process.has_ended or not _ends_now(control):
+                raise
+            forking.wait()
+            return None
         with self._lock:
             self._latest[spec] = process
-        return process.make_matcher
+        return process
 
-    def _fork(self) -> _GrammarProcess:
-        if len(self._all) >= _MAX_PROCESSES:
-            raise TooManyGrammars(f"{_MAX_PROCESSES} grammars are in use already; try again later")
+    def _forking_process(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         if self._forking is None or self._forking[0].poll() is not None:
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", __name__]
             with theirs:
                 self._forking = (subprocess.Popen(command, stdin=theirs.fileno()), ours)
             _Link(ours).send(self._start)
+        return self._forking
+
+    def _fork(self, control: socket.socket) -> _GrammarProcess:
+        if len(self._all) >= _MAX_PROCESSES:
+            raise TooManyGrammars(f"{_MAX_PROCESSES} grammars are in use already; try again later")
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._forking[1], [b"f"], [theirs.fileno()])
+            socket.send_fds(control, [b"f"], [theirs.fileno()])
         process = _GrammarProcess(_Link(ours))
         weakref.finalize(process, ours.close)
         self._all.add(process)
         return process
+
+
+def _ends_now(control: socket.socket) -> bool:
+    """Whether nobody is at the other end, which sends nothing."""
+    return bool(select.select([control], [], [], 0)[0])
 
 
 # In the process that forks, and its forks
