@@ -42,6 +42,13 @@ WORDS = ("def", " x", "(", ")", ":\n", " é", "日本", "🎉", "\t", "\\", '"',
 WEIGHTS = {"/generate": 30, "/v1/completions": 25, "/v1/chat/completions": 25}
 # Asked alone, since they hold up everybody else, and what undoes them.
 ALONE = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+# Sent before anything else: what once failed. With a stop id that is suppressed, no token may be left.
+_MINIMUM = {"max_new_tokens": 4, "min_new_tokens": 4, "stop_token_ids": [176]}
+KNOWN: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    ("/generate", {"text": '"', "sampling_params": _MINIMUM | {"regex": regex}, "stream": stream})
+    for regex in ("🎉", "xx🎉", "xx(🎉)?")
+    for stream in (False, True)
+)
 LOOKS = (  # requests without a body
     *("/health", "/ready", "/ping", "/", "/v1/models", "/v1/models/tiny", "/v1/models/other", "/model_info"),
     *(
@@ -281,6 +288,13 @@ def case(seed: int, index: int) -> Case:
     return Case(method, path, content, headers, fields, is_valid)
 
 
+def known() -> Iterator[Case]:
+    """The requests of `KNOWN`."""
+    for path, body in KNOWN:
+        headers = {"content-type": "application/json"}
+        yield Case("POST", path, json.dumps(body).encode(), headers, set(fields_of(BODIES[path], body)))
+
+
 def alone(seed: int, index: int, path: str) -> Case:
     """A valid request for a path of `ALONE`, with every field."""
     model = BODIES[path]
@@ -448,8 +462,10 @@ def send(port: int, one: Case, timeout_s: float = 120) -> tuple[int, bytes]:
 
 def fuzz(port: int, num_requests: int, seed: int, first: int = 0) -> Outcome:
     """Sends requests `first` … `first + num_requests - 1` of a seed, some at once, and judges every answer. Before
-    them, each path of `ALONE` once."""
+    them, each path of `ALONE` once, and `KNOWN`."""
     outcome = Outcome()
+    for one in known():
+        outcome.add(one, *send(port, one))
     for path, undo in ALONE.items():
         one = alone(seed, first, path)
         outcome.add(one, *send(port, one))

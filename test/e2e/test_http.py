@@ -241,6 +241,41 @@ def test_stop_trimming_on_generate(server: Server) -> None:
     assert kept["text"] == whole[: whole.index(stop) + 2]
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_grammar_of_which_the_request_suppresses_what_is_left(server: Server, temperature: float) -> None:
+    """At once or later, whole or streamed, it is a 400; where the grammar is matched it is an end like others."""
+    first = server.http.post("/tokenize", json={"prompt": "🎉", "add_special_tokens": False}).json()[
+        "tokens"
+    ][0]
+    options = {
+        "stop_token_ids": [first],
+        "min_new_tokens": 12,
+        "max_new_tokens": 20,
+        "temperature": temperature,
+    }
+    for regex in ("🎉", "xxxxxxx🎉"):
+        body = generate_body("a", regex=regex, **options)
+        refused = server.http.post("/generate", json=body)
+        error = refused.json()["error"]
+        assert refused.status_code == 400
+        assert "sampling_params.regex: " in error["message"] and "min_new_tokens" in error["message"]
+        if regex == "🎉":
+            assert server.http.post("/generate", json=body | {"stream": True}).json()["error"] == error
+        else:
+            *before, last = stream(server, "/generate", body | {"stream": True})
+            assert (last["error"]["code"], last["error"]["message"]) == (400, error["message"])
+            assert before and "xxxxxxx".startswith(before[-1]["text"])
+    fields = {"model": "tiny", "prompt": "a", "regex": "🎉", "stop_token_ids": [first], "min_tokens": 1}
+    answer = server.http.post("/v1/completions", json=fields)
+    assert (answer.status_code, answer.json()["param"]) == (400, "regex")
+    assert "min_tokens" in answer.json()["message"]
+    # Without the minimum it may end there, and where the grammar is matched the minimum gives way.
+    ended = server.generate("a", regex="🎉", **options | {"min_new_tokens": 0})["meta_info"]["finish_reason"]
+    assert ended == {"type": "stop", "matched": first}
+    answer = server.generate("a", regex="xxxxxxx(🎉)?", **options)
+    assert (answer["text"], answer["meta_info"]["finish_reason"]["type"]) == ("xxxxxxx", "stop")
+
+
 def test_frames_of_fewer_tokens_on_request(server: Server) -> None:
     body = generate_body("every ten", max_new_tokens=45, ignore_eos=True, stream=True, stream_interval=10)
     counts = [len(frame["output_ids"]) for frame in stream(server, "/generate", body)]

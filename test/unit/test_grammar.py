@@ -445,17 +445,6 @@ def test_stops_and_lengths_go_on_counting(folders, tokenizer):  # noqa: F811
     assert len(results[1].tokens) >= 10
 
 
-def test_a_request_without_a_token_left_fails_alone(folders, plain, compile_):  # noqa: F811
-    """Of the one token that the grammar takes the request asked that it be suppressed."""
-    a = len(SPECIALS) + byte_places(b"a")[0]
-    bad = job_of(GrammarSpec("regex", "a+", "f"), 25, stop_token_ids=(a,), min_new_tokens=5, ignore_eos=True)
-    jobs = all_jobs()
-    *results, failed = Harness(folders["target"], folders["dflash2"]).run([*jobs, bad])
-    assert (failed.finish.type, failed.finish.status_code, failed.tokens) == ("abort", 500, [])
-    assert "min_new_tokens" in failed.finish.message
-    assert_same(plain, jobs, results, compile_)
-
-
 BAD = {
     "regex": ("regex", "(ab", "parenthesis"),
     "lookahead": ("regex", "(?=a)b", "Lookahead"),

@@ -226,7 +226,7 @@ class DecodeLoop:
             if request.has_ended:
                 continue
             if not results.is_finite[i]:
-                self._hand_out(request, [], not_finite(request), None)
+                self._hand_out(request, [], not_finite(), None)
                 continue
             verify_len = results.verify_lens[i]
             num_drafted = request.gamma if drafts and caps[i] > 1 else 0

@@ -233,7 +233,7 @@ class GrammarQueue:
             future.set_running_or_notify_cancel()
             try:
                 make_matcher = self._compile(spec)
-                self._begin(make_matcher, ())  # one that takes for ever does so here
+                self._begin(make_matcher)  # one that takes for ever does so here
                 future.set_result(make_matcher)
             except (GrammarError, TooManyGrammars) as error:
                 future.set_exception(error)
@@ -241,9 +241,11 @@ class GrammarQueue:
                 logger.exception("compiling a grammar failed")
                 future.set_exception(error)
 
-    def _begin(self, make_matcher: MakeMatcher, stop_ids: Sequence[int]) -> GrammarState:
+    def _begin(
+        self, make_matcher: MakeMatcher, stop_ids: Sequence[int] = (), min_new_tokens: int = 0
+    ) -> GrammarState:
         try:
-            return GrammarState(make_matcher(), self._vocab_size, stop_ids)
+            return GrammarState(make_matcher(), self._vocab_size, stop_ids, min_new_tokens)
         except RuntimeError as error:
             raise GrammarError(f"cannot be followed ({error}); use a simpler one") from error
 
@@ -263,8 +265,9 @@ class GrammarQueue:
         if error is not None:
             message = f"{spec.field}: the grammar could not be compiled ({error})"
             return FinishReason("abort", message=message, status_code=500)
+        stop_ids, min_new_tokens = request.row_sampling.stop_ids, request.row_sampling.min_new_tokens
         try:
-            request.grammar = self._begin(future.result(), sorted(request.stop_checker.stop_ids))
+            request.grammar = self._begin(future.result(), stop_ids, min_new_tokens)
         except GrammarError as error:
             return _refused(spec, str(error))
         return end_of_grammar(spec, request.grammar.standing)

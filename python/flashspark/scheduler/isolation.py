@@ -16,14 +16,9 @@ def failure(error: Exception) -> FinishReason:
     return FinishReason("abort", message=message, status_code=500)
 
 
-def not_finite(request: Request) -> FinishReason:
+def not_finite() -> FinishReason:
     """The end of a request that the target gave no number to choose a token by."""
     message = "the model's logits are not finite: no token can follow this prefix"
-    if request.grammar is not None:
-        message = (
-            "no token can follow this prefix: every one that the grammar allows is suppressed by min_new_tokens, or "
-            "the model's logits are not finite"
-        )
     return FinishReason("abort", message=message, status_code=500)
 
 

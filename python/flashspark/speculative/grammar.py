@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,6 +51,7 @@ class Standing(Enum):
 
     OPEN = "a token"
     ENDED = "nothing: the grammar is matched and cannot go on"
+    SUPPRESSED = "only stop tokens go on from here, and min_new_tokens (min_tokens) suppresses them"
     STUCK = "no token of the model's vocabulary goes on from here"
     FAILED = "the grammar is too complex to be followed from here"
 
@@ -77,16 +79,22 @@ class GrammarState:
     Lives as long as the request does, retractions included.
     """
 
-    def __init__(self, matcher: Matcher, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """`stop_ids` may follow wherever the text so far matches the grammar."""
-        self._matcher, self._num_words = matcher, -(-vocab_size // 32)
-        self._stop_words = torch.zeros(self._num_words, dtype=torch.int32)
+    def __init__(
+        self, matcher: Matcher, vocab_size: int, stop_ids: Sequence[int], min_new_tokens: int = 0
+    ) -> None:
+        """`stop_ids` may follow wherever the text so far matches the grammar, and nowhere before `min_new_tokens`."""
+        self._matcher, self._min_new_tokens = matcher, min_new_tokens
+        nothing = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
+        self._stop_words = nothing.clone()
         for token_id in stop_ids:
             self._stop_words[token_id // 32] |= _bit(token_id)
-        nothing = torch.zeros(self._num_words, dtype=torch.int32)
+        self._vocabulary = ~nothing  # matchers may set bits past its end
+        if vocab_size % 32:
+            self._vocabulary[-1] = (1 << vocab_size % 32) - 1
+        self._num_tokens = 0  # committed
         self._nowhere, self._has_failed = _Place(Standing.FAILED, nothing, nothing), False
         self._ahead: list[int] = []  # drafts that the matcher has taken and nobody has committed yet
-        self._places = [self._place(matcher.look())]  # after the output, then after each of `_ahead`
+        self._places = [self._place(matcher.look(), 0)]  # after the output, then after each of `_ahead`
 
     @property
     def standing(self) -> Standing:
@@ -101,13 +109,14 @@ class GrammarState:
             self._places += places
             self._ahead += drafts[: len(places)]
         # Where nothing can follow the request is over, whatever the row there emits.
-        return [place.mask for place in self._places if place.standing is Standing.OPEN]
+        return [place.mask for place in takewhile(lambda p: p.standing is Standing.OPEN, self._places)]
 
     def push(self, token: int) -> bool:
         """The next token of the output, no stop id; False, and nothing else, if the grammar refuses it. `standing`
         says whether the output can go on."""
         if self._ahead and self._ahead[0] == token:
             del self._ahead[0], self._places[0]
+            self._num_tokens += 1
             return True
         self._return()
         if self.standing is Standing.FAILED:
@@ -115,6 +124,7 @@ class GrammarState:
         if not self._places[0].allows(token):
             return False
         self._places = self._advance([token])
+        self._num_tokens += 1
         return True
 
     def _return(self) -> None:
@@ -129,8 +139,10 @@ class GrammarState:
         self._places = [self._nowhere] if self._has_failed else self._places[:1]
 
     def _advance(self, tokens: Sequence[int]) -> list[_Place]:
+        """The places that follow the committed output."""
         try:
-            return [self._place(look) for look in self._matcher.advance(tokens)]
+            looks = self._matcher.advance(tokens)
+            return [self._place(look, self._num_tokens + i) for i, look in enumerate(looks, start=1)]
         except (
             RuntimeError
         ) as error:  # the library's limits, or those of time and memory: this request alone ends
@@ -141,13 +153,21 @@ class GrammarState:
         self._has_failed = True
         return self._nowhere
 
-    def _place(self, look: Look) -> _Place:
-        mask, is_completed = look
+    def _place(self, look: Look, num_tokens: int) -> _Place:
+        """After `num_tokens` of output. The end of a grammar wins over `min_new_tokens`."""
+        grammar_mask, is_completed = look.mask & self._vocabulary, look.is_completed
+        mask = grammar_mask
+        if num_tokens < self._min_new_tokens:
+            mask = grammar_mask & ~self._stop_words
         if mask.any():
             standing = Standing.OPEN
+        elif is_completed:
+            standing = Standing.ENDED
         else:
-            standing = Standing.ENDED if is_completed else Standing.STUCK
-        return _Place(standing, mask, mask | self._stop_words if is_completed else mask)
+            standing = Standing.SUPPRESSED if grammar_mask.any() else Standing.STUCK
+        if is_completed and num_tokens >= self._min_new_tokens:
+            mask = mask | self._stop_words
+        return _Place(standing, grammar_mask, mask)
 
 
 def _bit(token_id: int) -> int:
