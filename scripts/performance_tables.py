@@ -43,12 +43,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def serving() -> str:
     """Arms over static by workload and concurrency, and what compact did."""
-    points = sorted(
-        load("gpu_serving_h200.json")["points"],
-        key=lambda row: (row["prompts"], row["temperature"], row["concurrency"]),
-    )
     rows = []
-    for row in points:
+    for row in points("gpu_serving_h200.json"):
         static, compact, off = (row["arms"][arm] for arm in ("static", "compact", "off"))
         low, high = compact["interval"]
         share, best = compact["share"], row.get("best_fixed")
@@ -69,13 +65,14 @@ def serving() -> str:
                 f"{static['accept_length']:.2f}, {compact['accept_length']:.2f}",
                 f"{compact['verified']:.1f}",
                 f"{compact['draft_free']:.0%}",
+                row["commit"],
             ]
         )
     head = (
         *("workload", "requests", "static, tokens/s", "compact", "no speculation", "compact / static"),
         *("seen", "step time and accepted, compact / static", "compact / best fixed length (which)"),
         *("compact / no speculation", "oracle", "share of its gain", "accepted, static and compact"),
-        *("rows verified of 8", "steps without a draft"),
+        *("rows verified of 8", "steps without a draft", "commit"),
     )
     return table(head, rows)
 
@@ -86,14 +83,23 @@ def peer() -> str:
     from serving_report import PEER
 
     rows = []
-    for row in sorted(load("gpu_simulated_h200.json")["points"], key=lambda row: row["concurrency"]):
+    for row in points("gpu_simulated_h200.json"):
         plain, drafted = PEER[row["concurrency"]]
         cells = [str(row["concurrency"])]
         for arm, theirs in (("off", plain), ("static", drafted)):
             ours = row["arms"][arm]
             cells += [f"{ours['decode_rate']:,.0f}", f"{theirs:,.0f}", f"{ours['decode_rate'] / theirs:.3f}"]
-        rows.append(cells)
-    head = ("requests", "plain, tokens/s", "peer", "ratio", "full blocks, tokens/s", "peer", "ratio")
+        rows.append([*cells, row["commit"]])
+    head = (
+        "requests",
+        "plain, tokens/s",
+        "peer",
+        "ratio",
+        "full blocks, tokens/s",
+        "peer",
+        "ratio",
+        "commit",
+    )
     return table(head, rows)
 
 
@@ -161,12 +167,35 @@ def portable(text: str) -> str:
     return re.sub(r"(--(?:out|breakdown)[ =])/?(?:[\w.-]+/)+", r"\1OUT/", text)
 
 
+def place(row: Mapping[str, Any]) -> tuple[str, float, int]:
+    """A point's workload and load."""
+    return row["prompts"], row["temperature"], row["concurrency"]
+
+
+def points(name: str) -> list[dict[str, Any]]:
+    """The points of a file in order, each with the commit it was measured at."""
+    content = load(name)
+    rows = ({**row, "commit": row.get("commit", content["commit"])[:7]} for row in content["points"])
+    return sorted(rows, key=place)
+
+
+def with_earlier(content: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """A table, and what an earlier one has of points that were not measured again, under the commit they were."""
+    measured = {place(row) for row in content["points"]}
+    kept = [row for row in earlier["points"] if place(row) not in measured]
+    content["points"] += [{**row, "commit": row.get("commit", earlier["commit"])} for row in kept]
+    return content
+
+
 def record(out: Path) -> list[str]:
-    """Copies what lies in `out`; returns the names of what was written."""
+    """Copies what lies in `out`; returns the names of what was written. Points that a table there lacks stay."""
     written = []
     for source, name in RECORDED.items():
         if (out / source).exists():
-            (RESULTS / name).write_text(portable((out / source).read_text()))
+            text, target = portable((out / source).read_text()), RESULTS / name
+            if target.exists() and "points" in (content := json.loads(text)):
+                text = json.dumps(with_earlier(content, load(name)), indent=1) + "\n"
+            target.write_text(text)
             written.append(name)
     if (out / "table.svg").exists():
         PLOT.write_text((out / "table.svg").read_text())

@@ -98,3 +98,24 @@ def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
         "| static | 32, T = 1 | 4,150 | 0 | 0 | 300 | 321 | 9,500 | 545 |",
     ]
     assert performance_tables.bars().splitlines()[-1] == "| idle share | 0.012 | 0.03 |"
+
+
+def test_points_that_were_not_measured_again_stay_with_their_commit(tmp_path, monkeypatch):
+    def point(num_reqs, rate, **more):
+        arms = {arm: {"decode_rate": rate} for arm in ("off", "static")}
+        return {"prompts": "W1", "temperature": 0.0, "concurrency": num_reqs, "arms": arms, **more}
+
+    monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
+    old = {"commit": "a" * 40, "points": [point(1, 100.0), point(4, 400.0), point(8, 800.0, commit="0" * 40)]}
+    (tmp_path / "gpu_simulated_h200.json").write_text(json.dumps(old))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "simulated.json").write_text(json.dumps({"commit": "b" * 40, "points": [point(1, 200.0)]}))
+    performance_tables.record(out)
+    found = performance_tables.points("gpu_simulated_h200.json")
+    assert [(row["concurrency"], row["arms"]["off"]["decode_rate"], row["commit"]) for row in found] == [
+        (1, 200.0, "b" * 7),
+        (4, 400.0, "a" * 7),
+        (8, 800.0, "0" * 7),
+    ]
+    assert performance_tables.peer().splitlines()[2].endswith("| bbbbbbb |")

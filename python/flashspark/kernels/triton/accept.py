@@ -10,7 +10,7 @@ from torch import Tensor
 REQUESTS = 64  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _accept_greedy_kernel(
     target_ids_ptr,
     drafts_ptr,

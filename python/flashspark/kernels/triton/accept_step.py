@@ -12,7 +12,7 @@ from .launch import block_size
 REQUESTS = 32  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "scratch_row"])
 def _accept_step_kernel(
     best_ids_ptr,
     best_logits_ptr,

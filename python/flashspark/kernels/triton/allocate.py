@@ -18,7 +18,7 @@ def _step(survival, confidence_ptr, mask):
     return survival * value.to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _allocate_kernel(
     confidence_ptr,
     budget_ptr,

@@ -9,7 +9,7 @@ from torch import Tensor
 REQUESTS = 128  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _commit_rows_kernel(
     context_lens_ptr,
     anchors_ptr,

@@ -17,7 +17,7 @@ def _is_finite(x):
     return (x == x) & (tl.abs(x) != float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_values"])
 def _predict_kernel(
     feature_ptr,
     classes_ptr,
@@ -53,7 +53,7 @@ def _predict_kernel(
         tl.store(place + GAMMA, prediction, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _observe_kernel(
     moments_ptr,
     feature_ptr,

@@ -26,7 +26,7 @@ def copy_entries(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
         tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < size), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _pack_rows_kernel(
     rows_ptr,
     anchors_ptr,

@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def _step_uniforms_kernel(
     seeds_ptr,
     choices_ptr,
