@@ -63,6 +63,14 @@ def test_the_final_decides():
     assert tournament(8, ["default", "cublas", algorithm(3)], measure) == algorithm(3)
 
 
+def test_a_weight_with_gaps_is_multiplied_by_pytorch():
+    """Though an algorithm was chosen for its shape."""
+    x, wide = randn(2, 4), randn(4, 6)
+    module.remember((2, 4, 3, torch.float32), algorithm(1))
+    assert cublaslt.is_dense(wide) and cublaslt.is_dense(wide.t()) and not cublaslt.is_dense(wide[:, :3])
+    assert torch.equal(matmul(x, wide[:, :3]), x @ wide[:, :3])
+
+
 def test_what_multiplies_wrongly_is_not_remembered(monkeypatch, caplog):
     real = module.multiply
     monkeypatch.setattr(

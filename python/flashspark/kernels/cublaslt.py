@@ -88,19 +88,23 @@ def is_available() -> bool:
     return _library() is not None
 
 
+def is_dense(weight: Tensor) -> bool:
+    """Whether a matrix lies without gaps, row by row or column by column: `Product` describes no other weight."""
+    return weight.is_contiguous() or weight.t().is_contiguous()
+
+
 class Product:
     """`out` = `x @ weight`, [M, in] · [in, out] = [M, out], described to the library once.
 
-    `x` and `out` are contiguous; so is `weight`, or its transpose is. `out` has the dtype of the others or is float32.
+    `x` and `out` are contiguous, `weight` is dense (`is_dense`). `out` has the dtype of the others or is float32.
     The tensors must stay where they are. Products of one device share a workspace: they run one after the other.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         library = _library()
         assert library is not None
-        assert x.is_contiguous() and out.is_contiguous()
+        assert x.is_contiguous() and out.is_contiguous() and is_dense(weight)
         is_transposed = not weight.is_contiguous()
-        assert not is_transposed or weight.t().is_contiguous()
         self._library, self._x, self._weight, self._out = library, x, weight, out
         (num_rows, inner), width = x.shape, weight.shape[1]
         # The library's matrices are column by column, so that ours are transposed to it: outᵀ = weightᵀ xᵀ.

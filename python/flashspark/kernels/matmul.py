@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .cublaslt import Algorithm, Product
+from .cublaslt import Algorithm, Product, is_dense
 
 LIBRARIES = ("default", "cublas", "cublaslt")  # the first is PyTorch's own choice
 Way = str | Algorithm  # how to multiply: a library, or an algorithm of cuBLASLt
@@ -37,6 +37,8 @@ def matmul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor | None, way: Way) -> Tensor:
     """`matmul` in a certain way. Raises `CublasLtError` if that cannot do the product."""
+    if isinstance(way, Algorithm) and not is_dense(weight):
+        way = LIBRARIES[0]  # chosen for another weight of this shape
     if isinstance(way, Algorithm):
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[1])

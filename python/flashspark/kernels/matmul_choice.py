@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from .cublaslt import Algorithm, CublasLtError, Product, is_available
+from .cublaslt import Algorithm, CublasLtError, Product, is_available, is_dense
 from .matmul import LIBRARIES, Way, multiply, remember
 from .matmul_seeds import configurations
 
@@ -47,14 +47,14 @@ def choose(
         groups: weights [in, out] of one shape each.
         scratch: [rows, out], written over; what comes out has its dtype. None: that of what goes in.
     """
-    benches = [
-        Bench(weights, scratch)
-        for weights in groups
-        if weights[0].device.type != "cpu" and weights[0].dtype != torch.float32
-    ]
-    for bench in benches:
+    found = ([weight for weight in weights if _has_choice(weight)] for weights in groups)
+    for bench in [Bench(weights, scratch) for weights in found if weights]:
         for num_rows in sorted(row_counts):
             bench.remember(num_rows, tournament(num_rows, bench.contestants(num_rows), bench.measure))
+
+
+def _has_choice(weight: Tensor) -> bool:
+    return weight.device.type != "cpu" and weight.dtype != torch.float32 and is_dense(weight)
 
 
 def tournament(num_rows: int, contestants: Sequence[Way], measure: Measure) -> Way:
