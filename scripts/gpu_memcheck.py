@@ -35,6 +35,7 @@ from flashspark.kernels.accept_step import accept_step  # noqa: E402
 from flashspark.kernels.allocate import allocate  # noqa: E402
 from flashspark.kernels.block_conv import dynamic_block_conv  # noqa: E402
 from flashspark.kernels.commit_rows import commit_rows  # noqa: E402
+from flashspark.kernels.draft_inputs import draft_inputs  # noqa: E402
 from flashspark.kernels.markov_walk import MarkovWeights, markov_walk  # noqa: E402
 from flashspark.kernels.pack_rows import pack_rows  # noqa: E402
 from flashspark.kernels.philox import step_uniforms  # noqa: E402
@@ -192,7 +193,11 @@ def planning() -> None:
     context = integers([PAGE_SIZE * PAGES_PER_REQ - 8, 0, 15, 16, 46])  # the last rows end with their pages
     rows, anchors = integers(list(range(NUM_REQS))), token_ids(NUM_REQS)
     drafts = token_ids(NUM_REQS, GAMMA)
-    pack_rows(rows, anchors, context, pages(), PAGE_SIZE, drafts, lens, 24, implementation="triton")
+    at_most = torch.full_like(context, PAGE_SIZE * PAGES_PER_REQ)
+    for least_run, max_lens in ((None, None), (lens // 2, at_most)):
+        places = rows, anchors, context, pages(), PAGE_SIZE, drafts, lens, 24, True, None
+        pack_rows(*places, least_run, max_lens, "triton")
+    draft_inputs(rows, anchors, context, pages(), GAMMA + 1, VOCAB_SIZE - 1, "triton")
     commit_rows(context, anchors, rows, token_ids(NUM_REQS, GAMMA + 1), lens, "triton")
     step_uniforms(rows, rows, rows, GAMMA + 1, "triton")
 
@@ -239,6 +244,8 @@ def learning() -> None:
     slope, intercepts = torch.ones(2, device=DEVICE), torch.ones(2, GAMMA, device=DEVICE)
     moments = torch.zeros(2, estimator.NUM_MOMENTS, GAMMA, dtype=torch.float64, device=DEVICE)
     estimator.predict(feature, classes, slope, intercepts, "triton")
+    kinds, values = integers([0, 1, 1, 0, 1, 0]), torch.zeros(NUM_REQS + 1, 2, GAMMA, device=DEVICE)
+    estimator.predict_rows(feature, integers([5, 0, 2, 4, -1]), kinds, slope, intercepts, values, "triton")
     estimator.observe(moments, feature, prediction, classes, lens - 1, lens, flags(NUM_REQS), "triton")
     estimator.refit(slope, intercepts, moments, implementation="triton")
 
