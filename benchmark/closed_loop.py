@@ -25,6 +25,7 @@ class Load:
     seconds: float | None = None  # the run is cut off after so long; None: it runs to its end
     # Of what is drawn, in process: runs of one seed draw alike. A request's own seed would keep its blocks full.
     seed: int | None = None
+    settling_steps: int = 0  # in process: at full concurrency, before the run counts
 
     def prompt(self, client: int, turn: int) -> Sequence[int]:
         """What `client` sends as its request number `turn`."""
@@ -115,16 +116,23 @@ def _run_clients(port: int, load: Load, indices: Sequence[int]) -> list[list[See
     return seen
 
 
-def summarise(seen: Sequence[Sequence[Seen]], concurrency: int, window_end: float | None = None) -> Segment:
+def summarise(
+    seen: Sequence[Sequence[Seen]],
+    concurrency: int,
+    window_end: float | None = None,
+    window_start: float | None = None,
+) -> Segment:
     """The figures of a run, at full concurrency: of the time from when every client has its first token to when the
     first client is through with its requests. A mean over the requests that *ended* until then would favour fast ones,
     and more so in the arm whose requests differ more.
 
     Args:
         window_end: when full concurrency ended, where clients do not stop sending by themselves.
+        window_start: when the run began to count, if later than with the last client's first token.
     """
     requests = [request for of_client in seen for request in of_client]
-    window_start = max(of_client[0].frames[0][0] for of_client in seen)
+    if window_start is None:
+        window_start = max(of_client[0].frames[0][0] for of_client in seen)
     if window_end is None:
         window_end = min(of_client[-1].frames[-1][0] for of_client in seen)
     inside = sum(

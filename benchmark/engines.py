@@ -20,7 +20,7 @@ from closed_loop import Load, Seen, Segment, run_load, summarise
 from servers import serve
 
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
-MIN_STEPS = 16  # at full concurrency, for a run in process to have figures
+MIN_STEPS = 16  # that count, for a run in process to have figures
 COUNTERS = (
     *("verify_steps", "verify_tokens", "output_tokens"),
     *("draft_free_steps", "num_steps", "num_retractions"),
@@ -148,7 +148,7 @@ class InProcessEngine:
 
     def run(self, load: Load) -> Run:
         """See `Engine`. Every client goes on until the first one has had `requests_per_client`, or until `load.seconds`
-        after each has its first token; then all are aborted."""
+        after it began to count: `load.settling_steps` after each has its first token; then all are aborted."""
         if load.concurrency > self.info["max_running_requests"]:
             raise RuntimeError(
                 f"{load.concurrency} clients, --max-running-requests {self.info['max_running_requests']}"
@@ -168,6 +168,8 @@ class _Clients:
         self._frames: list[list[tuple[float, int]]] = [[] for _ in range(load.concurrency)]
         self._waiting = set(range(load.concurrency))  # for their first token
         self._is_full, self._num_full_steps = False, 0  # everybody has one; steps since then
+        self._counts_from: float | None = None
+        self._before: dict[str, Any] = {}  # the scheduler's counters then
         self._rows = [0, 0, 0]  # requests × steps, rows verified, rows run
         self._last_step = scheduler.num_steps
         self._committed: list[list[int]] = []
@@ -175,17 +177,17 @@ class _Clients:
     def run(self) -> Run:
         """Plays it."""
         load, scheduler = self._load, self._scheduler
-        before = scheduler.state()
         for client in range(load.concurrency):
             self._send(client)
         end_s, now = float("inf"), 0.0
         while now < end_s and not self._is_through:
             scheduler.step()
             now = time.perf_counter()
-            was_full = self._is_full
             self._take(now)
-            if self._is_full and not was_full and load.seconds is not None:
-                end_s = now + load.seconds
+            if self._counts_from is None and self._is_full and self._num_full_steps >= load.settling_steps:
+                self._counts_from, self._before = now, scheduler.state()
+                if load.seconds is not None:
+                    end_s = now + load.seconds
         after = scheduler.state()
         scheduler.abort(
             [_name(client, len(seen)) for client, seen in enumerate(self._ended)], "the run is over"
@@ -197,14 +199,15 @@ class _Clients:
             [*ended, Seen(sent, frames, len(frames))] if frames else ended
             for ended, sent, frames in zip(self._ended, self._sent, self._frames, strict=True)
         ]
-        counts = {name: after[name] - before[name] for name in COUNTERS}
+        counts = {name: after[name] - self._before[name] for name in COUNTERS}
         counts |= {"verify_steps": self._rows[0], "verify_tokens": self._rows[1], "rows_run": self._rows[2]}
-        return Run(summarise(seen, load.concurrency, now), counts, self._committed)
+        return Run(summarise(seen, load.concurrency, now, self._counts_from), counts, self._committed)
 
     @property
     def _is_through(self) -> bool:
         wanted = self._load.requests_per_client
-        return self._num_full_steps >= MIN_STEPS and max(map(len, self._ended)) >= wanted
+        enough = self._num_full_steps >= MIN_STEPS + self._load.settling_steps
+        return enough and max(map(len, self._ended)) >= wanted
 
     def _send(self, client: int) -> None:
         from flashspark.ipc import GenerateRequest, SamplingParams
@@ -232,6 +235,7 @@ class _Clients:
                 through.append(client)
         if self._is_full:
             self._num_full_steps += 1
+        if self._counts_from is not None:
             self._count_rows()
             if not through and len(outputs) == self._load.concurrency:
                 self._committed.append([len(output.token_ids) for output in outputs])

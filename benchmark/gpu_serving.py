@@ -59,6 +59,9 @@ CONTEXT = 1024  # of the shipped pair; longer texts mean nothing to it
 SETTLE_SECONDS = (
     180  # of compact at most, until its estimator is ready; seconds where steps take milliseconds
 )
+# From so many clients on a run counts after some steps of all of them: the first blocks of everybody are verified in
+# full, since nothing is known of them, and of so many requests such a step takes as long as five without a draft.
+SETTLING_FROM, SETTLING_STEPS = 64, 16
 # Of a request. W1 and W2 were chosen by their first 128: a run ends with its fastest client, when the others have had
 # two thirds of theirs or so.
 OUTPUT_TOKENS = 160
@@ -139,6 +142,7 @@ class Table:
             point.temperature,
             seconds,
             seed=1 + repeat,
+            settling_steps=SETTLING_STEPS if point.concurrency >= SETTLING_FROM else 0,
         )
 
     def settle(self, points: Sequence[Point]) -> None:
@@ -422,6 +426,10 @@ def _break_down(options: argparse.Namespace, engine: Engine) -> None:
 
     assert isinstance(engine, InProcessEngine)
     wanted, _ = breakdown_options(["--out", str(options.breakdown)])
+    if (
+        options.simulate_accept is not None
+    ):  # steps beside their products is what the peer's figures are about
+        wanted.traces = []
     wanted.commit = options.commit
     wanted.requests = [n for n in wanted.requests if n <= engine.info["max_running_requests"]]
     wanted.traces = [name for name in wanted.traces if trace_of(name)[1] in wanted.requests]

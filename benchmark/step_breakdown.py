@@ -70,6 +70,7 @@ MAX_SETTLING_TURNS, SETTLING_STEPS = 20, 60
 # What is asked of an H200 with the pair at Qwen3-8B's size, at most.
 IDLE_SHARE, PLAN_MS, PACK_US, ESTIMATOR_US = 0.03, 0.2, 40.0, 60.0
 OVER_CHAIN = {("plain", 1): 1.10, ("static", 1): 1.15, ("static", 32): 1.15, ("static", 128): 1.10}
+PRODUCT_ROWS, OVER_CUBLAS = (160, 192, 224, 256, 320, 384, 448), 0.85  # where trimmed batches are
 
 
 class HostTimes:
@@ -328,14 +329,23 @@ class Breakdown:
     def _parts(self) -> None:
         worker, requests = self._cells.worker, self._options.requests
         content = self.content
-        content["chains"], content["plan_and_pack_us"], content["estimator_us"] = [], {}, {}
-        for mode, with_draft in (("plain", False), ("static", True)):
-            for num_reqs in requests if mode in self._options.modes else ():
+        content["chains"], content["products"] = [], []
+        content["plan_and_pack_us"], content["estimator_us"] = {}, {}
+        for mode, num_reqs in OVER_CHAIN:
+            if mode in self._options.modes and num_reqs in requests:
+                width, gamma = (1, 0) if mode == "plain" else (worker.width, worker.gamma)
+                what = {"mode": mode, "num_reqs": num_reqs}
                 self._try(
                     f"products of {mode}, {num_reqs} requests",
-                    lambda m=mode, n=num_reqs, d=with_draft: content["chains"].append(
-                        {"mode": m, "num_reqs": n, **step_parts.chain(worker, n, d)}
+                    lambda what=what, n=num_reqs, w=width, g=gamma: content["chains"].append(
+                        {**what, **step_parts.chain(worker, n * w, n * g)}
                     ),
+                )
+        for num_rows in PRODUCT_ROWS:
+            if num_rows <= worker.width * max(requests):
+                self._try(
+                    f"products of {num_rows} rows",
+                    lambda n=num_rows: content["products"].append(step_parts.chain(worker, n)),
                 )
         if worker.gamma:
             for name, part in (
@@ -347,7 +357,7 @@ class Breakdown:
                         f"{name}, {n} requests",
                         lambda name=name, part=part, n=n: content[name].update({str(n): part(worker, n)}),
                     )
-        for name in ("chains", "plan_and_pack_us", "estimator_us"):
+        for name in ("chains", "products", "plan_and_pack_us", "estimator_us"):
             self._show(f"{name}: {json.dumps(content[name])}")
 
     def _trace(self, name: str) -> None:
@@ -415,19 +425,15 @@ def bars(content: dict[str, Any]) -> list[str]:
     for num_reqs, parts in content.get("estimator_us", {}).items():
         found.append((f"estimator, µs, {num_reqs} requests", parts["total_us"], ESTIMATOR_US))
     for chain in content.get("chains", ()):
-        c, key = cell_of(content, chain["mode"], chain["num_reqs"]), (chain["mode"], chain["num_reqs"])
-        if c is not None and key in OVER_CHAIN:
+        key = (chain["mode"], chain["num_reqs"])
+        if (c := cell_of(content, *key)) is not None:
             what = f"step over its products, {key[0]}, {key[1]} requests"
-            found.append(
-                (
-                    f"{what} ({c['step_ms']:.2f} / {chain['chain_ms']:.2f} ms)",
-                    c["step_ms"] / chain["chain_ms"],
-                    OVER_CHAIN[key],
-                )
-            )
-            found.append(
-                (f"{what}, PyTorch's libraries", c["step_ms"] / chain["default_ms"], OVER_CHAIN[key])
-            )
+            times = f"{c['step_ms']:.2f} / {chain['cublas_ms']:.2f} ms"
+            found.append((f"{what} ({times})", c["step_ms"] / chain["cublas_ms"], OVER_CHAIN[key]))
+    for chain in content.get("products", ()):
+        times = f"{chain['chosen_ms']:.2f} / {chain['cublas_ms']:.2f} ms"
+        ratio = chain["chosen_ms"] / chain["cublas_ms"]
+        found.append((f"products of {chain['rows']} rows over cuBLAS's ({times})", ratio, OVER_CUBLAS))
     content["bars"] = [{"what": what, "value": value, "bar": bar} for what, value, bar in found]
     return [
         "\nbars (at most)",

@@ -11,8 +11,8 @@ import torch
 from device_trace import busy_us, trace
 from graph_timing import time_graph
 from torch import Tensor
+from torch.nn.functional import linear
 
-from flashspark.engine.model_runner import ModelRunner
 from flashspark.kernels.matmul import LIBRARIES, matmul, multiply
 from flashspark.layers.linear import Linear
 from flashspark.speculative.drafter import make_scratch_source
@@ -22,82 +22,78 @@ from flashspark.speculative.worker import SpeculativeWorker
 
 COPIES = 10  # of a body of microseconds in a graph: its own launch counts for little
 NUM_CONTEXT_PRODUCTS = 2  # that a draft's `linears` begin with
+LOAD_S = 0.3  # of products before those that are timed
 ESTIMATOR_STEPS = 200  # two refits
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @torch.inference_mode()
-def chain(worker: SpeculativeWorker, num_reqs: int, with_draft: bool) -> dict[str, Any]:
-    """Milliseconds of the products of a whole step of full blocks, or of anchors alone, one after the other.
+def chain(worker: SpeculativeWorker, num_rows: int, num_drafts: int | None = None) -> dict[str, Any]:
+    """Milliseconds of the products of a whole step of `num_rows` rows, one after the other, on a GPU under load.
 
-    `verify_ms` has the target's layers and head, `draft_ms` the draft's layers over whole blocks and the head over its
-    drafts; each in the way that the engine has chosen, and by PyTorch's own choice (`default_ms` of both).
-    `inject_ms`, which no chain counts, are the products that make verified rows part of the draft's context.
+    Layers and head of the target. With `num_drafts`, also what makes verified rows part of the draft's context, which a
+    plain step does too; and unless that is 0, the draft's layers over as many rows and the head over its drafts.
+    None: of the target alone. `chosen_ms`: in the way that the engine has
+    chosen. `same_layout_ms`: by PyTorch's own choice. `cublas_ms`: likewise, by `torch.nn.functional.linear` over
+    weights [out, in], as checkpoints have them and most engines leave them; the head's output is in half precision.
     """
     runner, graphs = worker.runner, worker.graphs
-    width = worker.width if with_draft else 1
-    num_rows, draft, target = num_reqs * width, runner.draft, runner.target
-    out = None if graphs is None else graphs.logits
+    head = runner.target.tables.head_weight
+    logits = None if graphs is None else graphs.logits
+    products: list[tuple[int, Tensor, Tensor | None]] = []
 
-    def head(count: int, product: Product) -> Callable[[], None]:
-        def body() -> None:
-            hidden = _rows(count, target.config.hidden_size, runner)
-            if out is None:
-                target.logits(hidden)
-            else:
-                product(hidden, target.tables.head_weight, out[:count])
+    def add(rows: int, linears: Sequence[Linear]) -> None:
+        products.extend((rows, linear.weight, None) for linear in linears if linear.weight is not None)
 
-        return body
+    add(num_rows, list(runner.target.linears()))
+    products.append((num_rows, head, None if logits is None else logits[:num_rows]))
+    if num_drafts is not None and runner.draft is not None:
+        linears = list(runner.draft.linears())
+        add(num_rows, linears if num_drafts else linears[:NUM_CONTEXT_PRODUCTS])
+    if num_drafts:
+        products.append((num_drafts, head, None if logits is None else logits[:num_drafts]))
+    transposed = _Transposed()
+    ways: dict[str, Product] = {
+        "chosen_ms": matmul,
+        "same_layout_ms": _usual,
+        "cublas_ms": transposed.product,
+    }
+    found: dict[str, Any] = {"rows": num_rows, "drafts": num_drafts}
+    for name, product in ways.items():
+        found[name] = round(time_graph([chained(products, product)], LOAD_S) * 1e-3, 4)
+    return found
 
-    def verify(product: Product) -> Callable[[], None]:
-        return _chained(runner, list(target.linears()), num_rows, product, head(num_rows, product))
 
-    found: dict[str, Any] = {"rows": num_rows, "verify_ms": time_graph([verify(matmul)]) * 1e-3}
-    default = time_graph([verify(_usual)]) * 1e-3
-    found["draft_ms"] = 0.0
-    if draft is not None:
-        linears = list(draft.linears())
-        context, layers = linears[:NUM_CONTEXT_PRODUCTS], linears[NUM_CONTEXT_PRODUCTS:]
-        found["inject_ms"] = time_graph([_chained(runner, context, num_rows, matmul, None)]) * 1e-3
-        if with_draft:
-            last = num_reqs * worker.gamma
-            bodies = (_chained(runner, layers, num_rows, p, head(last, p)) for p in (matmul, _usual))
-            found["draft_ms"], default_draft = (time_graph([body]) * 1e-3 for body in bodies)
-            default += default_draft
-    found["chain_ms"] = found["verify_ms"] + found["draft_ms"]
-    found["default_ms"] = default
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+def chained(products: Sequence[tuple[int, Tensor, Tensor | None]], product: Product) -> Callable[[], None]:
+    """A call that makes all products: rows, the weight [in, out], and where the result belongs. Inputs are random."""
+    sizes = {(rows, weight.shape[0]) for rows, weight, _ in products}
+    like = products[0][1]
+    inputs = {size: torch.randn(size, dtype=like.dtype, device=like.device) for size in sizes}
+
+    def body() -> None:
+        for rows, weight, out in products:
+            product(inputs[rows, weight.shape[0]], weight, out)
+
+    return body
+
+
+class _Transposed:
+    """Products over copies [out, in] of the weights, one for each shape. A layer's together do not fit a GPU's cache:
+    each is read from memory although the next layer takes the same."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.Size, Tensor] = {}
+
+    def product(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        """`out` is for float32, which a linear layer does not give."""
+        if weight.shape not in self._copies:
+            self._copies[weight.shape] = weight.t().contiguous()
+        return linear(x, self._copies[weight.shape])
 
 
 def _usual(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
     return multiply(x, weight, out, LIBRARIES[0])
-
-
-def _rows(count: int, size: int, runner: ModelRunner) -> Tensor:
-    return torch.full((count, size), 0.01, dtype=runner.target.tables.table.dtype, device=runner.device)
-
-
-def _chained(
-    runner: ModelRunner,
-    linears: Sequence[Linear],
-    num_rows: int,
-    product: Product,
-    last: Callable[[], None] | None,
-) -> Callable[[], None]:
-    weights = [linear.weight for linear in linears if linear.weight is not None]
-    inputs = {
-        size: torch.randn(num_rows, size, dtype=weights[0].dtype, device=runner.device)
-        for size in {weight.shape[0] for weight in weights}
-    }
-
-    def body() -> None:
-        for weight in weights:
-            product(inputs[weight.shape[0]], weight, None)
-        if last is not None:
-            last()
-
-    return body
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tables of docs/performance.md on a bare machine with one GPU (an H200: 25 GB of its disk, 12 GPU minutes).
 #
-#   scripts/gpu_table.sh OUT          writes OUT/table.json, OUT/breakdown, OUT/simulated.json, logs, and a plot
+#   scripts/gpu_table.sh OUT          writes OUT/table.json, OUT/simulated.json, OUT/*breakdown, logs, and a plot
 #   scripts/performance_tables.py --record OUT    then puts them under benchmark/results and into the page
 #
 # Run again after an interruption, it goes on with what OUT lacks: leave OUT where it is.
@@ -9,7 +9,8 @@
 #   PAIR          where the inflated pair lies or is made  (default: $TMPDIR or /tmp, flashspark-qwen3-8b)
 #   PIECES        concurrencies, one engine for each group (default: 1,2,4,8,16,32,64,128,256 on one: a start takes 70 s)
 #   LENGTHS       where compact is compared with every fixed block length (default: "W2:0 W1:0"; "none": nowhere)
-#   PARTS         of table, breakdown, simulated, kernels  (default: "table breakdown simulated")
+#   PARTS         of table, breakdown, simulated, kernels  (default: "table breakdown simulated"); breakdowns are of the
+#                 engines of table and simulated, or of one of its own if neither is asked for
 #   SERVER_ARGS   further flags of the engine              (default: none)
 #   TABLE_ARGS    further flags of benchmark/gpu_serving.py for the table, for instance --budget-seconds 400
 #   PEER_ARGS     the same for the comparison with a peer  (default: none)
@@ -19,7 +20,7 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-[[ $# -eq 1 ]] || { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ $# -eq 1 ]] || { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 out="$1"
 pair="${PAIR:-${TMPDIR:-/tmp}/flashspark-qwen3-8b}"
 python="${PYTHON:-python3}"
@@ -59,7 +60,7 @@ if wants table; then
     measure table "${pieces[$i]}" dflash2 --server-args="${SERVER_ARGS:-}" ${flags[@]+"${flags[@]}"} \
       ${table_args[@]+"${table_args[@]}"} ${last[@]+"${last[@]}"}
   done
-elif wants breakdown; then
+elif wants breakdown && ! wants simulated; then
   echo "== breakdown, on an engine of its own"
   # shellcheck disable=SC2086 # flags are words
   "$python" benchmark/step_breakdown.py --model-path "$pair/target" --speculative-draft-model-path "$pair/dflash2" \
@@ -68,7 +69,9 @@ fi
 if wants simulated; then
   # The peer's draft was a DFlash of the first kind.
   "$python" benchmark/peer_draft.py "$pair/dflash2" "$pair/peer-draft"
-  measure simulated 1,4,8,16,32,64,128 peer-draft --simulate-accept 4 --repeats 2 \
+  last=()
+  if wants breakdown; then last=(--breakdown "$out/simulated-breakdown"); fi
+  measure simulated 1,4,8,16,32,64,128 peer-draft --simulate-accept 4 --repeats 2 ${last[@]+"${last[@]}"} \
     --server-args="${SERVER_ARGS:-} --speculative-draft-load-format dummy" ${peer_args[@]+"${peer_args[@]}"}
 fi
 if wants kernels; then

@@ -20,11 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PLOT = ROOT / "docs" / "gpu_serving.svg"
-STEPS, NOT_RECORDED = "step_breakdown_h200.json", "Not recorded yet."
+STEPS, PEER_STEPS = "step_breakdown_h200.json", "step_breakdown_simulated_h200.json"
+NOT_RECORDED = "Not recorded yet."
 RECORDED = {
     "table.json": "gpu_serving_h200.json",
     "simulated.json": "gpu_simulated_h200.json",
     "breakdown/step_breakdown.json": STEPS,
+    "simulated-breakdown/step_breakdown.json": PEER_STEPS,
     "kernels/kernels.json": "kernels_h200.json",
 }
 
@@ -161,6 +163,39 @@ def bars() -> str:
     return table(("what", "measured", "bar"), rows)
 
 
+def products() -> str:
+    """Whole steps beside their products alone, and products beside cuBLAS's."""
+    rows = []
+    for name, draft in ((STEPS, "DFlash2"), (PEER_STEPS, "the peer's")):
+        content = load(name) if (RESULTS / name).exists() else {}
+        steps = {(c["mode"], c["num_reqs"]): c["step_ms"] for c in content.get("cells", ())}
+        chains = [*content.get("chains", ()), *(content.get("products", ()) if name == STEPS else ())]
+        for chain in chains:
+            if "cublas_ms" not in chain:  # a file of before cuBLAS was measured beside them
+                continue
+            mode = chain.get("mode")
+            step = steps.get((mode, chain.get("num_reqs")))
+            times = [chain[f"{way}_ms"] for way in ("chosen", "same_layout", "cublas")]
+            what = "target alone" if mode is None else f"{mode}, {chain['num_reqs']} requests"
+            rows.append(
+                [
+                    what if mode != "static" else f"{what}, draft: {draft}",
+                    str(chain["rows"]),
+                    "–" if step is None else f"{step:.3f}",
+                    *(f"{time:.3f}" for time in times),
+                    f"{times[0] / times[2]:.3f}",
+                    *("–" if step is None else f"{step / time:.3f}" for time in times),
+                ]
+            )
+    if not rows:
+        return NOT_RECORDED
+    head = (
+        *("what", "rows", "step, ms", "its products, ms", "by PyTorch's choice", "cuBLAS, [out, in]"),
+        *("products / cuBLAS", "step / products", "/ PyTorch's choice", "/ cuBLAS"),
+    )
+    return table(head, rows)
+
+
 def portable(text: str) -> str:
     """A measured file without the paths of the machine that it was measured on."""
     text = re.sub(r"/[\w./-]+/(target|dflash2|dspark|peer-draft)\b", r"PAIR/\1", text)
@@ -209,6 +244,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inflated": inflated,
     "kernels": kernels,
     "steps": steps,
+    "products": products,
     "bars": bars,
 }
 

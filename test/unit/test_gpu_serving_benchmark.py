@@ -108,7 +108,7 @@ def test_a_run_ends_when_the_first_client_is_through():
     assert run.segment.accept_length == pytest.approx(120 / 40)
     # Counted from the second step on: everybody has a token from the first. Ends are no full batches' steps.
     assert (run.counts["verify_steps"], run.counts["verify_tokens"], run.counts["rows_run"]) == (38, 76, 114)
-    assert (run.counts["num_steps"], run.counts["draft_free_steps"]) == (20, 10)
+    assert (run.counts["num_steps"], run.counts["draft_free_steps"]) == (19, 10)
     assert [sorted(batch) for batch in run.committed] == [[2, 4]] * 17
 
 
@@ -116,6 +116,25 @@ def test_a_run_has_steps_enough_for_figures():
     scheduler = ScriptedScheduler([4, 2])
     play(scheduler, requests_per_client=1, max_new_tokens=8)
     assert scheduler.num_steps == MIN_STEPS + 1
+
+
+def test_a_run_counts_from_when_it_has_settled(monkeypatch):
+    """Who is slow at first does not weigh, nor do the steps of then."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: float(next(clock)))
+    scheduler = ScriptedScheduler([1, 1])
+    step = scheduler.step
+
+    def faster_later():
+        scheduler.rates = [1, 1] if scheduler.num_steps < 6 else [4, 4]
+        step()
+
+    monkeypatch.setattr(scheduler, "step", faster_later)
+    run = play(scheduler, max_new_tokens=1000, seconds=20.0, settling_steps=5)
+    assert scheduler.num_steps == 6 + 20
+    assert run.segment.decode_rate == pytest.approx(8.0)
+    assert (run.counts["num_steps"], run.counts["verify_steps"]) == (20, 40)
+    assert run.committed == [[4, 4]] * 20
 
 
 def test_a_run_is_cut_off_after_its_seconds(monkeypatch):
@@ -445,6 +464,13 @@ def test_the_page_says_what_was_recorded_on_the_gpu():
     assert {name for name in performance_tables.TABLES if f"<!-- table: {name} -->" in page} == set(
         performance_tables.TABLES
     )
+
+
+@pytest.mark.parametrize(("concurrency", "steps"), [(32, 0), (64, 16), (256, 16)])
+def test_many_clients_settle_before_they_count(concurrency, steps, tmp_path):
+    options = parse(["--out", str(tmp_path / "t.json")])
+    point = gpu_serving.Point("W1", 0.0, concurrency)
+    assert gpu_serving.Table(options, None, {"W1": [[1]]}).load(point, 0).settling_steps == steps
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 168), ("cuda", 176)])

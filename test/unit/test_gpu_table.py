@@ -51,6 +51,7 @@ def test_one_engine_plays_the_whole_table_and_another_the_peers(tmp_path):
     assert value_of(simulated, "--concurrency") == "1,4,8,16,32,64,128"
     assert value_of(simulated, "--draft") == "T/pair/peer-draft"
     assert value_of(simulated, "--simulate-accept") == "4" and "--lengths" not in simulated
+    assert value_of(simulated, "--breakdown") == "T/out/simulated-breakdown"
 
 
 def test_pieces_and_parts(tmp_path):
@@ -62,6 +63,8 @@ def test_pieces_and_parts(tmp_path):
     assert all(value_of(call, "--repeats") == "5" and "--lengths" not in call for call in calls)
     (alone,) = calls_of(tmp_path, PARTS="breakdown", SERVER_ARGS="--page-size 32")
     assert alone[0] == "benchmark/step_breakdown.py" and value_of(alone, "--page-size") == "32"
+    _, simulated = calls_of(tmp_path, PARTS="simulated")
+    assert simulated[0] == "benchmark/gpu_serving.py" and "--breakdown" not in simulated
 
 
 def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
@@ -84,7 +87,8 @@ def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
     (out / "table.svg").write_text("<svg/>")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
     monkeypatch.setattr(performance_tables, "PLOT", tmp_path / "plot.svg")
-    assert performance_tables.steps() == performance_tables.bars() == "Not recorded yet."
+    tables = (performance_tables.steps, performance_tables.bars, performance_tables.products)
+    assert {make() for make in tables} == {"Not recorded yet."}
     assert performance_tables.record(out) == [
         *("gpu_serving_h200.json", "step_breakdown_h200.json"),
         "plot.svg",
@@ -98,6 +102,30 @@ def test_what_is_recorded_names_no_folder_of_its_machine(tmp_path, monkeypatch):
         "| static | 32, T = 1 | 4,150 | 0 | 0 | 300 | 321 | 9,500 | 545 |",
     ]
     assert performance_tables.bars().splitlines()[-1] == "| idle share | 0.012 | 0.03 |"
+
+
+def test_steps_beside_their_products(tmp_path, monkeypatch):
+    monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
+    times = {"chosen_ms": 4.0, "same_layout_ms": 4.4, "cublas_ms": 5.0}
+    steps = {
+        "cells": [
+            {"mode": mode, "num_reqs": 1, "step_ms": ms} for mode, ms in (("plain", 4.8), ("static", 6.0))
+        ],
+        "chains": [
+            {"mode": mode, "num_reqs": 1, "rows": n, **times} for mode, n in (("plain", 1), ("static", 8))
+        ],
+        "products": [{"rows": 160, **times}],
+    }
+    for name in (performance_tables.STEPS, performance_tables.PEER_STEPS):
+        (tmp_path / name).write_text(json.dumps(steps))
+    rows = performance_tables.products().splitlines()[2:]
+    assert len(rows) == 5
+    assert (
+        rows[0] == "| plain, 1 requests | 1 | 4.800 | 4.000 | 4.400 | 5.000 | 0.800 | 1.200 | 1.091 | 0.960 |"
+    )
+    assert rows[1].startswith("| static, 1 requests, draft: DFlash2 | 8 | 6.000 |")
+    assert rows[2] == "| target alone | 160 | – | 4.000 | 4.400 | 5.000 | 0.800 | – | – | – |"
+    assert rows[4].startswith("| static, 1 requests, draft: the peer's | 8 |")
 
 
 def test_points_that_were_not_measured_again_stay_with_their_commit(tmp_path, monkeypatch):

@@ -164,7 +164,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(engine, tmp_path):
     assert not engine.scheduler.has_work
 
 
-def test_the_parts_of_a_step(engine):
+def test_the_parts_of_a_step(engine, monkeypatch):
     """On the bodies as a GPU captures them; times are whatever they are here."""
     worker = engine.scheduler._worker
     assert worker.graphs is None
@@ -177,51 +177,76 @@ def test_the_parts_of_a_step(engine):
     )
     try:
         breakdown = breakdown_of(engine)
+        monkeypatch.setattr(step_breakdown, "PRODUCT_ROWS", (8, 2 * worker.width + 1))
         breakdown._parts()
     finally:
         worker.graphs = None
     content = breakdown.content
     assert content["failures"] == []
-    rows = [(c["mode"], c["num_reqs"], c["rows"]) for c in content["chains"]]
     width = worker.width
-    assert rows == [("plain", 1, 1), ("plain", 2, 2), ("static", 1, width), ("static", 2, 2 * width)]
-    for found in content["chains"]:
-        assert found["chain_ms"] == pytest.approx(found["verify_ms"] + found["draft_ms"], abs=2e-4)
-        assert (found["draft_ms"] > 0) == (found["mode"] == "static")
+    rows = [(c["mode"], c["num_reqs"], c["rows"], c["drafts"]) for c in content["chains"]]
+    assert rows == [("plain", 1, 1, 0), ("static", 1, width, width - 1)]
+    assert [c["rows"] for c in content["products"]] == [8]
+    for found in content["chains"] + content["products"]:
+        assert all(found[name] > 0 for name in ("chosen_ms", "same_layout_ms", "cublas_ms"))
     assert all(content["plan_and_pack_us"][n] > 0 for n in ("1", "2"))
     estimator = content["estimator_us"]["2"]
     assert estimator["total_us"] == pytest.approx(estimator["predict_us"] + estimator["observe_us"], abs=0.02)
     assert "verify" not in vars(worker.runner)
 
 
-def test_a_chain_multiplies_every_layer_and_the_head(engine):
-    worker = engine.scheduler._worker
-    counted = []
+def test_a_chain_multiplies_every_layer_and_the_heads(engine, monkeypatch):
+    worker, bodies = engine.scheduler._worker, []
+    target, draft = worker.runner.target, worker.runner.draft
+    monkeypatch.setattr(step_parts, "time_graph", lambda calls, load_s: bodies.extend(calls) or 1000.0)
+    assert step_parts.chain(worker, 6, 4)["cublas_ms"] == 1.0
+    made = []
 
     def product(x, weight, out):
-        counted.append(tuple(weight.shape))
+        made.append((len(x), tuple(weight.shape)))
         return torch.mm(x, weight)
 
-    linears = list(worker.runner.target.linears())
-    step_parts._chained(worker.runner, linears, 3, product, lambda: counted.append("head"))()
-    assert counted[-1] == "head" and len(counted) == 4 * 4 + 1  # layers × products
-    draft = list(worker.runner.draft.linears())[: step_parts.NUM_CONTEXT_PRODUCTS]
-    assert draft == [worker.runner.draft.fc, worker.runner.draft.context.linear]
+    for name in ("matmul", "_usual"):
+        monkeypatch.setattr(step_parts, name, product)
+    del bodies[:]
+    step_parts.chain(worker, 6, 4)
+    bodies[0]()
+    head = tuple(target.tables.head_weight.shape)
+    expected = [(6, tuple(linear.weight.shape)) for linear in target.linears()] + [(6, head)]
+    expected += [(6, tuple(linear.weight.shape)) for linear in draft.linears()] + [(4, head)]
+    assert made == expected and len(made) > 4 * 4
+    context = list(draft.linears())[: step_parts.NUM_CONTEXT_PRODUCTS]
+    assert context == [draft.fc, draft.context.linear]
+    for num_drafts, count in ((0, len(context)), (None, 0)):
+        del bodies[:], made[:]
+        step_parts.chain(worker, 6, num_drafts)
+        bodies[1]()
+        assert made == expected[: 4 * 4 + 1 + count]
+
+
+def test_products_over_weights_as_checkpoints_have_them():
+    x, weight, transposed = torch.randn(3, 4), torch.randn(4, 5), step_parts._Transposed()
+    for _ in range(2):
+        torch.testing.assert_close(transposed.product(x, weight, None), x @ weight)
+    (copy,) = transposed._copies.values()
+    assert copy.shape == (5, 4) and copy.is_contiguous()
 
 
 def test_bars():
     cell = {"mode": "static", "num_reqs": 1, "idle_share": 0.05, "step_ms": 6.0, "host_ms": {"plan": 0.0}}
-    chain = {"mode": "static", "num_reqs": 1, "chain_ms": 5.0, "default_ms": 6.0}
+    chain = {"mode": "static", "num_reqs": 1, "cublas_ms": 5.0}
     content = {
         "cells": [cell, {**cell, "mode": "compact", "idle_share": 0.01, "host_ms": {"plan": 0.1}}],
         "chains": [chain, {**chain, "num_reqs": 8}],
+        "products": [{"rows": 160, "chosen_ms": 4.0, "cublas_ms": 5.0}],
         "plan_and_pack_us": {"128": 41.0},
         "estimator_us": {"128": {"total_us": 60.0}},
     }
     lines = bars(content)[1:]
     assert [line.split()[0] for line in lines] == ["MISSED", "met", "met", "MISSED", "met", "MISSED", "met"]
     assert "1.200 of  1.150  step over its products, static, 1 requests (6.00 / 5.00 ms)" in lines[5]
-    assert [bar["value"] for bar in content["bars"]] == pytest.approx([0.05, 0.01, 0.1, 41.0, 60.0, 1.2, 1.0])
+    assert "0.800 of  0.850  products of 160 rows over cuBLAS's (4.00 / 5.00 ms)" in lines[6]
+    assert [bar["value"] for bar in content["bars"]] == pytest.approx([0.05, 0.01, 0.1, 41.0, 60.0, 1.2, 0.8])
 
 
 def test_the_command_line():
