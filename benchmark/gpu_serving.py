@@ -48,6 +48,8 @@ from serving import ARM, median_interval, oracle_ratio, settings_of
 from serving_file import Point, Results, described, workload_of
 from serving_report import show, show_peer, show_summary
 
+from flashspark.heap import SCHEDULER_FULL_PASS_EVERY, freeze_heap
+
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORKLOADS = ("W1:0", "W1:1", "W2:0")
 ARMS = ("static", "compact", "off", "cap-accept")
@@ -382,7 +384,9 @@ def started(options: argparse.Namespace) -> Iterator[Engine]:
     environment = {} if simulated is None else {SIMULATE: f"{simulated:g}"}
     if options.in_process:
         os.environ.update(environment)
-        yield InProcessEngine(flags)
+        engine = InProcessEngine(flags)
+        freeze_heap(SCHEDULER_FULL_PASS_EVERY)  # as the server's scheduler process does
+        yield engine
     else:
         with over_http(flags, environment) as engine:
             yield engine

@@ -42,6 +42,7 @@ from serving_file import described  # noqa: E402
 from flashspark.args.command_line import parse_args  # noqa: E402
 from flashspark.demo import DEMO_PROMPTS  # noqa: E402
 from flashspark.engine.stage_clock import StageClock, StageTimes  # noqa: E402
+from flashspark.heap import SCHEDULER_FULL_PASS_EVERY, freeze_heap  # noqa: E402
 from flashspark.ipc import GenerateRequest, SamplingParams  # noqa: E402
 from flashspark.scheduler.build import build_scheduler  # noqa: E402
 from flashspark.scheduler.scheduler import Scheduler  # noqa: E402
@@ -479,6 +480,7 @@ def main() -> int:
     if {"cap-accept", "compact"} & set(options.modes) and "--ragged-verify-mode" not in flags:
         flags += ["--ragged-verify-mode", "compact"]
     scheduler, ready = build_scheduler(parse_args(flags), lambda output: None)
+    freeze_heap(SCHEDULER_FULL_PASS_EVERY)
     return 1 if Breakdown(scheduler, ready.context_length, described(ready.info), options).run() else 0
 
 

@@ -34,6 +34,7 @@ from flashspark.api.context import ServerContext, StartupError, load_tokenizer
 from flashspark.api.engine_client import EngineClient, EngineDead
 from flashspark.api.errors import RequestError
 from flashspark.args import ArgumentError, ServerArgs, configure_logging, parse_args
+from flashspark.heap import freeze_heap
 from flashspark.ipc import ApiChannel
 
 logger = logging.getLogger("flashspark")
@@ -330,6 +331,7 @@ class _Server:
             except (RequestError, TimeoutError, asyncio.TimeoutError) as error:
                 self._fail(context.engine, f"the warm-up request failed: {error or 'no answer'}")
                 return
+        freeze_heap()
         context.startup_seconds = time.monotonic() - self._started_s
         if context.status == "starting":
             context.status = "ready"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -359,3 +360,9 @@ def test_loads(server: Server) -> None:
     assert (load["max_total_num_tokens"], load["max_running_requests"]) == (16 * CONTEXT, 16)
     assert load["memory"]["token_capacity"] == 16 * CONTEXT
     assert load["speculative"]["accept_length"] >= 1
+
+
+def test_what_start_up_left_is_out_of_the_garbage_collectors_sight(server: Server) -> None:
+    """In both processes: a full pass over it takes a tenth of a second, in the middle of serving."""
+    lines = re.findall(r"garbage collector: (\d+) objects of the start-up are frozen", server.log)
+    assert len(lines) == 2 and min(map(int, lines)) > 30_000

@@ -24,6 +24,7 @@ MAX_FILE_LINES = 500
 ARROWS: dict[str, set[str]] = {
     # leaves: nothing of the project
     "envs": set(),
+    "heap": set(),
     "demo": set(),
     "text": set(),
     "ipc": set(),
@@ -37,9 +38,9 @@ ARROWS: dict[str, set[str]] = {
     "speculative": {"engine", "models", "layers", "attention", "kernels", "distributed", "args", "envs"},
     # host side
     "args": {"envs", "demo"},
-    "scheduler": {"speculative", "engine", "kernels", "distributed", "ipc", "text", "args", "envs"},
+    "scheduler": {"speculative", "engine", "kernels", "distributed", "ipc", "text", "args", "envs", "heap"},
     "api": {"ipc", "text", "args", "envs", "demo"},
-    "launch_server": {"api", "scheduler", "ipc", "args", "envs", "demo"},
+    "launch_server": {"api", "scheduler", "ipc", "args", "envs", "heap", "demo"},
     # clients of a live server
     "benchmark": {
         "speculative",
@@ -49,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "demo",
     },  # tables are written by the code that reads them
 }
-ROOMS_WITHOUT_TORCH = {"api", "args", "demo", "envs", "ipc", "launch_server", "text"}
+ROOMS_WITHOUT_TORCH = {"api", "args", "demo", "envs", "heap", "ipc", "launch_server", "text"}
 ROOMS_WITHOUT_HTTP = {"attention", "engine", "kernels", "layers", "models", "scheduler", "speculative"}
 HTTP_MODULES = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}
 ROOMS_WITH_DOCSTRINGS = {"engine", "kernels", "scheduler", "speculative"}

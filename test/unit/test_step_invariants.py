@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from contextlib import contextmanager
 
@@ -379,3 +380,20 @@ def test_a_step_that_waits_is_noticed(folders, drafts, read):  # noqa: F811
     with device_reads(harness) as counts:
         harness.run(mixed_jobs(4)[:2])
     assert sum(counts.values()) == len(decode_steps(harness))
+
+
+# Memory
+
+
+def test_steps_leave_no_cycles_to_the_garbage_collector(folders):  # noqa: F811
+    """Full passes are rare while a server is busy, so what steps drop must go by its reference count."""
+    harness = adaptive_harness(folders["target"], folders["dflash2"], VerifyMode.COMPACT, LINEAR)
+    jobs = [*mixed_jobs(), Job(prompts(1)[0], 24, abort=5)]
+    harness.run(jobs)  # what runs for the first time may leave some
+    gc.collect()
+    gc.disable()
+    try:
+        harness.run(jobs)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

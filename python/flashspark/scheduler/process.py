@@ -21,6 +21,7 @@ import msgspec
 
 from flashspark import envs
 from flashspark.args import ServerArgs, configure_logging
+from flashspark.heap import SCHEDULER_FULL_PASS_EVERY, freeze_heap
 from flashspark.ipc import (
     AbortRequest,
     FlushCacheReply,
@@ -200,6 +201,7 @@ def main() -> int:
             logger.debug("building the scheduler failed", exc_info=True)
             channel.send(SchedulerFailed(str(error)))
             return 1
+        freeze_heap(SCHEDULER_FULL_PASS_EVERY)
         channel.send(ready)
         SchedulerService(scheduler, channel, deadlines).run()
         scheduler.close()
