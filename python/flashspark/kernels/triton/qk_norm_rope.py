@@ -13,11 +13,18 @@ HEADS = 16  # of a program
 
 
 @triton.jit
-def _normed(x_ptr, weight, inside, inverse):
-    """A normed and weighted element block, rounded as `rms_norm` does, in float32."""
-    x = tl.load(x_ptr, mask=inside, other=0.0)
+def _normed(x, weight, inverse):
+    """A normed and weighted block of `x`, rounded as `rms_norm` does, in float32."""
     normed = (x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _turned(own, other, cos_ptr, sin_ptr, inside, dtype: tl.constexpr):
+    """One half of turned heads, from its own elements and those of the other half; rounded as `rope` does."""
+    cos = tl.load(cos_ptr, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr, mask=inside, other=0.0).to(tl.float32)
+    return ((own * cos).to(dtype).to(tl.float32) + other * sin).to(dtype)
 
 
 @triton.jit
@@ -41,37 +48,44 @@ def _qk_norm_rope_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A block of heads of a row, as two halves: each element is loaded once, and its partner is in the other half."""
+    HALF: tl.constexpr = DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    is_query = head < NUM_HEADS
-    is_turned = head < NUM_HEADS + NUM_KV_HEADS
-    in_row = column < DIM
-    turned = is_turned & in_row
-    partner = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
-    source = qkv_ptr + row * qkv_stride + head * DIM
-    own_weight = tl.load(weight_ptr + head * DIM + column, mask=turned, other=0.0)
-    other_weight = tl.load(weight_ptr + head * DIM + partner, mask=turned, other=0.0)
+    in_half = column < HALF
+    is_turned = (head < NUM_HEADS + NUM_KV_HEADS) & in_half
+    weights = weight_ptr + head * DIM + column
+    low_weight = tl.load(weights, mask=is_turned, other=0.0)
+    high_weight = tl.load(weights + HALF, mask=is_turned, other=0.0)
     await_previous(PROGRAMMATIC)
 
-    x = tl.load(source + column, mask=turned, other=0.0)
-    wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
-    own = _normed(source + column, own_weight, turned, inverse)
-    other = _normed(source + partner, other_weight, turned, inverse)
-    cos = tl.load(cos_ptr + row * DIM + column, mask=in_row, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * DIM + column, mask=in_row, other=0.0).to(tl.float32)
-    out = ((own * cos).to(x.dtype).to(tl.float32) + other * sin).to(x.dtype)
+    source = qkv_ptr + row * qkv_stride + head * DIM + column
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & in_half
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + HALF, mask=inside, other=0.0)
+    squares = low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(squares, axis=1) / DIM + eps)[:, None]
+    own, other = _normed(low, low_weight, inverse), _normed(high, high_weight, inverse)
+    cos, sin = cos_ptr + row * DIM + column, sin_ptr + row * DIM + column
+    new_low = _turned(own, other, cos, sin, in_half, low.dtype)
+    new_high = _turned(other, own, cos + HALF, sin + HALF, in_half, low.dtype)
 
     slot = row
     if TO_SLOTS:
         slot = tl.load(slots_ptr + row)
-    tl.store(q_ptr + (row * NUM_HEADS + head) * DIM + column, out, mask=is_query & in_row)
-    key = slot * NUM_KV_HEADS + head - NUM_HEADS
-    tl.store(k_ptr + key * DIM + column, out, mask=turned & (head >= NUM_HEADS))
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & in_row
-    value = tl.load(source + column, mask=is_value, other=0.0).to(tl.float32) * value_scale
-    tl.store(v_ptr + (key - NUM_KV_HEADS) * DIM + column, value, mask=is_value)
+    queries = q_ptr + (row * NUM_HEADS + head) * DIM + column
+    is_query = (head < NUM_HEADS) & in_half
+    tl.store(queries, new_low, mask=is_query)
+    tl.store(queries + HALF, new_high, mask=is_query)
+    keys = k_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS) * DIM + column
+    is_key = is_turned & (head >= NUM_HEADS)
+    tl.store(keys, new_low, mask=is_key)
+    tl.store(keys + HALF, new_high, mask=is_key)
+    values = v_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * DIM + column
+    is_value = inside & (head >= NUM_HEADS + NUM_KV_HEADS)
+    tl.store(values, low.to(tl.float32) * value_scale, mask=is_value)
+    tl.store(values + HALF, high.to(tl.float32) * value_scale, mask=is_value)
 
 
 def qk_norm_rope(
@@ -137,7 +151,7 @@ def _launch(
             DIM=dim,
             TO_SLOTS=slots is not None,
             HEADS=heads,
-            BLOCK=block_size(dim),
+            BLOCK=block_size(dim // 2),
             **launch_options(num_rows),
         )
     return q
