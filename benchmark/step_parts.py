@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from flashspark.kernels.matmul import LIBRARIES, matmul, multiply
-from flashspark.layers.linear import Linear
+from flashspark.models.dflash2 import BlockConv
 from flashspark.speculative.drafter import make_scratch_source
 from flashspark.speculative.sampling import RowSampling
 from flashspark.speculative.step_graphs import StepNumbers
@@ -28,36 +28,24 @@ ESTIMATOR_STEPS = 200  # two refits
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+Rows = tuple[int, Tensor, Tensor | None]  # how many, the weight [in, out], and where the result belongs
+
+
 @torch.inference_mode()
 def chain(worker: SpeculativeWorker, num_rows: int, num_drafts: int | None = None) -> dict[str, Any]:
     """Milliseconds of the products of a whole step of `num_rows` rows, one after the other, on a GPU under load.
 
     Layers and head of the target. With `num_drafts`, also what makes verified rows part of the draft's context, which a
     plain step does too; and unless that is 0, the draft's layers over as many rows and the head over its drafts.
-    None: of the target alone. `chosen_ms`: in the way that the engine has
-    chosen. `same_layout_ms`: by PyTorch's own choice. `cublas_ms`: likewise, by `torch.nn.functional.linear` over
-    weights [out, in], as checkpoints have them and most engines leave them; the head's output is in half precision.
+    None: of the target alone. `chosen_ms`: in the way that the engine has chosen. `same_layout_ms`: by PyTorch's own
+    choice. `cublas_ms`: likewise, by `torch.nn.functional.linear` over weights [out, in], as checkpoints have them and
+    most engines leave them; the head's output is in half precision.
     """
-    runner, graphs = worker.runner, worker.graphs
-    head = runner.target.tables.head_weight
-    logits = None if graphs is None else graphs.logits
-    products: list[tuple[int, Tensor, Tensor | None]] = []
-
-    def add(rows: int, linears: Sequence[Linear]) -> None:
-        products.extend((rows, linear.weight, None) for linear in linears if linear.weight is not None)
-
-    add(num_rows, list(runner.target.linears()))
-    products.append((num_rows, head, None if logits is None else logits[:num_rows]))
-    if num_drafts is not None and runner.draft is not None:
-        linears = list(runner.draft.linears())
-        add(num_rows, linears if num_drafts else linears[:NUM_CONTEXT_PRODUCTS])
-    if num_drafts:
-        products.append((num_drafts, head, None if logits is None else logits[:num_drafts]))
-    transposed = _Transposed()
+    products = list(_products(worker, num_rows, num_drafts))
     ways: dict[str, Product] = {
         "chosen_ms": matmul,
         "same_layout_ms": _usual,
-        "cublas_ms": transposed.product,
+        "cublas_ms": _Transposed().product,
     }
     found: dict[str, Any] = {"rows": num_rows, "drafts": num_drafts}
     for name, product in ways.items():
@@ -65,8 +53,31 @@ def chain(worker: SpeculativeWorker, num_rows: int, num_drafts: int | None = Non
     return found
 
 
-def chained(products: Sequence[tuple[int, Tensor, Tensor | None]], product: Product) -> Callable[[], None]:
-    """A call that makes all products: rows, the weight [in, out], and where the result belongs. Inputs are random."""
+def _products(worker: SpeculativeWorker, num_rows: int, num_drafts: int | None) -> Iterator[Rows]:
+    target, draft, graphs = worker.runner.target, worker.runner.draft, worker.graphs
+    logits = None if graphs is None else graphs.logits
+
+    def head(rows: int) -> Rows:
+        return rows, target.tables.head_weight, None if logits is None else logits[:rows]
+
+    linears = list(target.linears())
+    yield from ((num_rows, linear.weight, None) for linear in linears if linear.weight is not None)
+    yield head(num_rows)
+    if num_drafts is None or draft is None:
+        return
+    linears = list(draft.linears())
+    if num_drafts:
+        parts = (part for layer in draft.layers for part in vars(layer).values())
+        linears += [part.projection for part in parts if isinstance(part, BlockConv)]
+    else:
+        del linears[NUM_CONTEXT_PRODUCTS:]
+    yield from ((num_rows, linear.weight, None) for linear in linears if linear.weight is not None)
+    if num_drafts:
+        yield head(num_drafts)
+
+
+def chained(products: Sequence[Rows], product: Product) -> Callable[[], None]:
+    """A call that makes all products, of random rows."""
     sizes = {(rows, weight.shape[0]) for rows, weight, _ in products}
     like = products[0][1]
     inputs = {size: torch.randn(size, dtype=like.dtype, device=like.device) for size in sizes}

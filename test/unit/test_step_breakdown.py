@@ -213,7 +213,9 @@ def test_a_chain_multiplies_every_layer_and_the_heads(engine, monkeypatch):
     bodies[0]()
     head = tuple(target.tables.head_weight.shape)
     expected = [(6, tuple(linear.weight.shape)) for linear in target.linears()] + [(6, head)]
-    expected += [(6, tuple(linear.weight.shape)) for linear in draft.linears()] + [(4, head)]
+    expected += [(6, tuple(linear.weight.shape)) for linear in draft.linears()]
+    convolutions = [c.projection for layer in draft.layers for c in (layer.attention_conv, layer.mlp_conv)]
+    expected += [(6, tuple(linear.weight.shape)) for linear in convolutions] + [(4, head)]
     assert made == expected and len(made) > 4 * 4
     context = list(draft.linears())[: step_parts.NUM_CONTEXT_PRODUCTS]
     assert context == [draft.fc, draft.context.linear]
