@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .launch import block_size
 
-BLOCK = 512
+BLOCK, WARPS = 512, 4  # of a program
 
 
 @triton.jit
@@ -68,5 +68,6 @@ def dynamic_block_conv(y: Tensor, base: Tensor, delta: Tensor, side: int, residu
             WIDTH=width,
             ADD=residual is not None,
             BLOCK=block,
+            num_warps=WARPS,
         )
     return out
