@@ -62,8 +62,9 @@ SETTLE_SECONDS = (
     180  # of compact at most, until its estimator is ready; seconds where steps take milliseconds
 )
 # From so many clients on a run counts after some steps of all of them: the first blocks of everybody are verified in
-# full, since nothing is known of them, and of so many requests such a step takes as long as five without a draft.
-SETTLING_FROM, SETTLING_STEPS = 64, 16
+# full, since nothing is known of them, and of so many requests such a step takes as long as five without a draft. More
+# steps than these would leave too few before the fastest client of a greedy workload is through.
+SETTLING_FROM, SETTLING_STEPS = 128, 8
 # Of a request. W1 and W2 were chosen by their first 128: a run ends with its fastest client, when the others have had
 # two thirds of theirs or so.
 OUTPUT_TOKENS = 160

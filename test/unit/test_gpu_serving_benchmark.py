@@ -466,7 +466,7 @@ def test_the_page_says_what_was_recorded_on_the_gpu():
     )
 
 
-@pytest.mark.parametrize(("concurrency", "steps"), [(32, 0), (64, 16), (256, 16)])
+@pytest.mark.parametrize(("concurrency", "steps"), [(64, 0), (128, 8), (256, 8)])
 def test_many_clients_settle_before_they_count(concurrency, steps, tmp_path):
     options = parse(["--out", str(tmp_path / "t.json")])
     point = gpu_serving.Point("W1", 0.0, concurrency)
