@@ -439,6 +439,26 @@ def test_batches_whose_looks_gain_little_are_looked_at_less(gains, num_reqs):
     assert cadence.is_due(num_reqs, 8, one_tier=False, always=False)  # another bucket
 
 
+def test_on_a_gpu_looks_at_what_is_kept_get_rare_and_come_back_when_there_is_something_to_gain():
+    cadence = LookCadence(LookRule.of_captured_steps())
+
+    def looks(num_steps, gain):
+        seen = []
+        for _ in range(num_steps):
+            seen.append(cadence.is_due(8, 8, one_tier=False, always=False))
+            if seen[-1]:
+                cadence.found(8, 8, gain, kept_all=gain == 0)
+        return seen
+
+    # Every second step while the gain that was hoped for falls by 1/16 each time to its half, then every eighth.
+    assert looks(22, 0.0) == [True, False] * 11
+    steady = looks(400, 0.0)
+    assert sum(steady) == 50
+    assert all(
+        looks(60, 0.05)[16:]
+    )  # another kind of traffic: two looks are enough to look at every step again
+
+
 def test_a_planner_tells_its_cadence_what_a_look_promised():
     """Two requests of which everything is accepted: nothing to gain, so after some looks most steps go without."""
     flat = SpsCostTable((1, 12), (100.0, 99.0), 12)
