@@ -6,6 +6,7 @@ part (the row of p that a request's draw comes from), that part.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashspark.attention.interface import AttentionBackend, RaggedQueries
+from flashspark.attention.registry import make_backend
 from flashspark.kernels import estimator
 from flashspark.kernels.accept import accept_greedy, accept_sampled
 from flashspark.kernels.accept_step import accept_step
@@ -119,6 +122,10 @@ class Cases:
 
     def __init__(self, geometry: Geometry, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.g, self.device, self.dtype = geometry, device, dtype
+        # A wrapper holds one plan: each set of inputs has a backend of its own.
+        self.flashinfer: Callable[[], AttentionBackend] | None = None
+        if device == "cuda" and importlib.util.find_spec("flashinfer") is not None:
+            self.flashinfer = partial(make_backend, "flashinfer", device)
 
     def all(self, num_reqs: int) -> Iterator[Case]:
         """In the order of a decode step."""
@@ -136,8 +143,13 @@ class Cases:
         yield self.pack(num_reqs, trimmed)
         yield self.norm(num_reqs)
         yield self.heads(num_reqs)
-        yield self.attention(num_reqs, "full", full)
-        yield self.attention(num_reqs, "trimmed", trimmed)
+        yield self.attention(num_reqs, "verify attention, full", full)
+        yield self.attention(num_reqs, "verify attention, trimmed", trimmed)
+        if self.flashinfer is not None:
+            yield self.attention(num_reqs, "verify, full, flashinfer", full, self.flashinfer)
+            chunks = [self.g.kv_len] * num_reqs
+            yield self.attention(num_reqs, "prefill attention", chunks)
+            yield self.attention(num_reqs, "prefill, flashinfer", chunks, self.flashinfer)
         yield self.gate(num_reqs)
         yield self.largest_logits(num_reqs, 1, num_reqs * self.g.width)
         yield self.accept_greedy(num_reqs)
@@ -162,8 +174,15 @@ class Cases:
     def _size(self) -> int:
         return self.dtype.itemsize
 
-    def attention(self, num_reqs: int, kind: str, lens: list[int]) -> Case:
-        """Verify rows of uneven blocks over `kv_len` keys each."""
+    def attention(
+        self,
+        num_reqs: int,
+        name: str,
+        lens: list[int],
+        flashinfer: Callable[[], AttentionBackend] | None = None,
+    ) -> Case:
+        """Verify rows of uneven blocks over `kv_len` keys each, or whole prompts; through `flashinfer`, planned
+        before the timing."""
         g, num_rows = self.g, sum(lens)
 
         def make(seed: int) -> Call:
@@ -173,13 +192,20 @@ class Cases:
             indptr = torch.tensor([0, *lens], device=self.device).cumsum(0)
             kv_lens = self._lens([g.kv_len] * num_reqs)
             caches = self._caches(x, num_slots)
-            args = indptr, kv_lens, None, table, g.page_size, g.head_dim**-0.5, g.width
+            if flashinfer is not None:
+                # Positions and slots are nothing to attention.
+                queries = RaggedQueries(kv_lens, kv_lens, indptr, kv_lens, table, g.page_size)
+                call = partial(flashinfer().ragged, q, *caches, queries, g.head_dim**-0.5)
+                call()
+                return call
+            args = indptr, kv_lens, None, table, g.page_size, g.head_dim**-0.5, max(*lens, g.width)
             return partial(ragged_attention, q, *caches, *args)
 
         keys = num_reqs * g.kv_len * g.num_kv_heads * g.head_dim * 2 * self._size
         rows = num_rows * g.num_heads * g.head_dim * 2 * self._size
-        flops = 4.0 * num_rows * g.num_heads * g.head_dim * g.kv_len
-        return Case(f"verify attention, {kind}", num_reqs, make, keys + rows, flops, has_torch=False)
+        visible = g.kv_len / 2 if lens[0] == g.kv_len else g.kv_len
+        flops = 4.0 * num_rows * g.num_heads * g.head_dim * visible
+        return Case(name, num_reqs, make, keys + rows, flops, has_torch=False)
 
     def draft_attention(self, num_reqs: int) -> Case:
         """Draft blocks over their context and themselves."""

@@ -65,6 +65,8 @@ def test_draft_limits_running_requests():
         (["--speculative-min-drafts-every", "16"], "speculative_min_drafts_every", 16),
         (["--speculative-verify-tier-tokens", "4"], "speculative_verify_tier_tokens", 4),
         (["--log-requests-level", "0"], "log_requests_level", 0),
+        (["--prefill-attention-backend", "flashinfer"], "prefill_attention_backend", "flashinfer"),
+        (["--decode-attention-backend", "triton"], "decode_attention_backend", "triton"),
     ],
 )
 def test_spellings(argv, field, value):
@@ -77,11 +79,8 @@ def test_spellings(argv, field, value):
         (["--tp-size", "2"], ["--tp-size 2", "not available yet", "accepted: 1"]),
         (["--dp", "2"], ["--dp-size 2", "docs/scale-out.md"]),
         (["--nnodes", "2"], ["--nnodes 2", "docs/scale-out.md"]),
-        (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native"]),
-        (
-            ["--attention-backend", "triton", "--decode-attention-backend", "torch_native"],
-            ["--decode-attention-backend torch_native", "--attention-backend alone"],
-        ),
+        (["--attention-backend", "fa3"], ["--attention-backend fa3", "torch_native", "flashinfer"]),
+        (["--decode-attention-backend", "fa3"], ["--decode-attention-backend fa3", "triton"]),
         (["--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["--load-format", "gguf"], ["--load-format gguf", "safetensors"]),
         (["--ragged-verify-mode", "ragged"], ["--ragged-verify-mode ragged", "static, cap-accept, compact"]),

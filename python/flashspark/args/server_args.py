@@ -60,6 +60,12 @@ def neutral(default: Any, *others: Any, help: str, remedy: str = _NOT_YET, **opt
     return flag(default, help, neutral=(default, *others), remedy=remedy, **options)
 
 
+def _attention(default: str | None, help: str) -> Any:
+    """Of one part of the work, or of all."""
+    remedy = "use torch_native or, on a GPU, triton (flashinfer: prefill alone); fa3 is not available yet"
+    return flag(default, help, choices=("auto", "torch_native", "triton", "flashinfer"), remedy=remedy)
+
+
 _GRAPHS = "has no effect: one rule says which shapes are captured (docs/architecture.md)"
 
 
@@ -169,14 +175,13 @@ class ServerArgs:
     device: str = flag("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     base_gpu_id: int = neutral(0, help="first GPU", remedy="choose one with CUDA_VISIBLE_DEVICES")
     torch_threads: int | None = flag(None, "CPU threads of the engine (default: cores - 1)", minimum=1)
-    attention_backend: str = flag(
-        "auto",
-        "attention kernels",
-        choices=("auto", "torch_native", "triton"),
-        remedy="use torch_native or, on a GPU, triton; flashinfer and fa3 are not available yet",
+    attention_backend: str = _attention("auto", "attention kernels; auto: triton on a GPU, else torch_native")
+    prefill_attention_backend: str | None = _attention(
+        None, "attention kernels of prefill (default: --attention-backend)"
     )
-    prefill_attention_backend: str | None = neutral(None, "torch_native", help="attention of prefill")
-    decode_attention_backend: str | None = neutral(None, "torch_native", help="attention of decode")
+    decode_attention_backend: str | None = _attention(
+        None, "attention kernels of verify steps (default: --attention-backend)"
+    )
     sampling_backend: str | None = neutral(None, "pytorch", help="sampling kernels")
     tp_size: int = neutral(1, help="tensor parallel ranks", aliases=("--tensor-parallel-size",))
     dp_size: int = neutral(
@@ -252,11 +257,8 @@ class ServerArgs:
         None, "weights of the draft (default: --load-format)", choices=("auto", "safetensors", "dummy")
     )
     speculative_draft_model_quantization: str | None = neutral(None, help="draft quantisation")
-    speculative_draft_attention_backend: str | None = flag(
-        None,
-        "attention kernels of the draft (default: --attention-backend)",
-        choices=("auto", "torch_native", "triton"),
-        remedy="use torch_native or, on a GPU, triton",
+    speculative_draft_attention_backend: str | None = _attention(
+        None, "attention kernels of the draft (default: those of verify steps)"
     )
     speculative_draft_kv_cache_dtype: str | None = neutral(None, "auto", help="draft KV type")
     speculative_attention_mode: str = neutral("prefill", help="attention of the verify step")
@@ -293,11 +295,6 @@ class ServerArgs:
             self._set("max_running_requests", default)
         for name in ("json_model_override_args", "preferred_sampling_params", "cuda_graph_config"):
             _check_json_object(flag_name(name), getattr(self, name))
-        for name in ("prefill_attention_backend", "decode_attention_backend"):
-            value = getattr(self, name)
-            if value is not None and self.attention_backend not in ("auto", value):
-                remedy = "prefill and decoding run on one backend: give --attention-backend alone"
-                raise ArgumentError(flag_name(name), value, remedy)
         if self.enable_overlap_schedule and self.disable_overlap_schedule:
             remedy = "contradicts --disable-overlap-schedule: give one"
             raise ArgumentError("--enable-overlap-schedule", None, remedy)

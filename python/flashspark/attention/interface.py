@@ -7,9 +7,11 @@ the model's device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +32,9 @@ class RaggedQueries:
     page_size: int
     max_rows: int | None = None  # no request has more rows, if the caller knows a bound below M
     num_reqs: Tensor | None = None  # how many of the R slots are there, one integer on the device; None: all
+    # Rows and keys of each request where the host knows them, as it does of prefill: a backend that plans on the host
+    # then waits for nothing. Not with `num_reqs`.
+    host_lens: tuple[Sequence[int], Sequence[int]] | None = None
     # What a backend works out from the index tensors once per step and shares over the layers, by its own keys.
     plans: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -54,16 +59,24 @@ class BlockQueries:
 class AttentionCapabilities:
     """What start-up checks ask before a mode is accepted."""
 
-    supports_ragged_verify: bool
-    supports_ragged_verify_graph: bool
+    supports_ragged_verify: bool  # windows whose lengths are decided on the device
+    supports_ragged_verify_graph: bool  # captured, and replayed over other lengths
     supports_draft_block: bool
 
 
 class AttentionBackend(Protocol):
-    """One implementation of both attentions. Stateless between calls, but for the `plans` of the queries."""
+    """One implementation of both attentions. Between calls it keeps scratch memory, and the `plans` of the queries."""
 
     name: str
     capabilities: AttentionCapabilities
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """At start-up, before any call for such heads: compiles what a first call should not wait for.
+
+        Raises:
+            ValueError: heads or a type that it cannot run, or what it is missing here; with the remedy.
+        """
+        ...
 
     def ragged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float

@@ -58,6 +58,9 @@ class TorchNativeBackend:
         supports_ragged_verify=True, supports_ragged_verify_graph=False, supports_draft_block=True
     )
 
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Nothing to compile, and nothing refused."""
+
     def ragged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
     ) -> Tensor:

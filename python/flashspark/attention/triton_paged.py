@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
@@ -18,12 +19,15 @@ class TritonBackend:
     )
 
     def __init__(self, device_type: str) -> None:
-        """ValueError where the kernels cannot run."""
+        """ValueError where the kernels cannot run; its message goes on behind the backend's name."""
         if device_type == "cpu" and not is_interpreted():
             raise ValueError(
-                "--attention-backend triton needs a GPU: use torch_native on a CPU (or, to try the kernels out, run "
+                " needs a GPU: use torch_native on a CPU (or, to try the kernels out, run "
                 "them under Triton's interpreter with TRITON_INTERPRET=1 in the environment)"
             )
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Nothing: kernels are compiled as they are captured, or called first."""
 
     def ragged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashspark.attention.interface import AttentionBackend
 from flashspark.attention.kv_pool import KVPool
 from flashspark.attention.registry import make_backend
 from flashspark.models.config import DraftConfig
@@ -52,7 +53,9 @@ class EngineOptions:
     max_total_tokens: int | None = None
     page_size: int = 16
     attention_backend: str = "auto"
-    draft_attention_backend: str | None = None  # None: the target's
+    prefill_attention_backend: str | None = None  # None: `attention_backend`
+    decode_attention_backend: str | None = None  # None: `attention_backend`
+    draft_attention_backend: str | None = None  # None: that of decoding
     torch_threads: int | None = None
     mem_fraction_static: float | None = None  # of a GPU's memory, for weights and KV together
 
@@ -81,22 +84,87 @@ def build_engine(options: EngineOptions) -> Engine:
             the remedy.
     """
     device = _device(options.device)
-    backend = make_backend(options.attention_backend, device.type)  # refused before a model is loaded
+    backends = _make_backends(options, device)  # refused before a model is loaded
     # One core stays free for the API process: a decode step never waits for it, but its clients do.
     torch.set_num_threads(options.torch_threads or max(1, (os.cpu_count() or 1) - 1))
     target = _load_target(options, device)
     draft = _load_draft(options, target)
+    _prepare_backends(backends, target, draft)
     context_length = _context_length(options, target)
     capacity = _capacity(options, target, draft, context_length)
     # A step that was launched before its request was known to be at its end begins there.
     num_positions = context_length + (draft.config.verify_width if draft else 1)
     max_pages_per_req = -(-num_positions // options.page_size)
     request_rows = RequestRows(options.max_running_requests, max_pages_per_req, options.page_size, device)
-    draft_backend = backend
-    if options.draft_attention_backend is not None:
-        draft_backend = make_backend(options.draft_attention_backend, device.type)
-    runner = ModelRunner(target, draft, request_rows, capacity.num_slots, backend, draft_backend)
+    runner = ModelRunner(
+        target,
+        draft,
+        request_rows,
+        capacity.num_slots,
+        backends.decode.backend,
+        backends.draft.backend,
+        backends.prefill.backend,
+    )
     return Engine(runner, capacity, context_length)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A backend, and the flag that asked for it."""
+
+    flag: str
+    backend: AttentionBackend
+
+
+@dataclass(frozen=True)
+class _Backends:
+    """Who runs the attention of which part."""
+
+    prefill: _Chosen
+    decode: _Chosen
+    draft: _Chosen
+
+
+def _make_backends(options: EngineOptions, device: torch.device) -> _Backends:
+    """One of each kind that is asked for. ValueError: one cannot run here, or cannot do its part."""
+    made: dict[str, AttentionBackend] = {}
+
+    def choose(*flags: tuple[str, str | None]) -> _Chosen:
+        flag, name = next((flag, name) for flag, name in flags if name is not None)
+        if name not in made:
+            made[name] = make_backend(name, device.type, flag)
+        return _Chosen(flag, made[name])
+
+    usual = ("--attention-backend", options.attention_backend)
+    of_decode = ("--decode-attention-backend", options.decode_attention_backend)
+    draft = ("--speculative-draft-attention-backend", options.draft_attention_backend)
+    prefill = choose(("--prefill-attention-backend", options.prefill_attention_backend), usual)
+    chosen = _Backends(prefill, choose(of_decode, usual), choose(draft, of_decode, usual))
+    backend = chosen.draft.backend
+    if options.draft_path is not None and not backend.capabilities.supports_draft_block:
+        raise ValueError(
+            f"{chosen.draft.flag} {backend.name} cannot run a draft's attention: "
+            "give --speculative-draft-attention-backend triton"
+        )
+    return chosen
+
+
+def _prepare_backends(backends: _Backends, target: Qwen3, draft: DFlashDraft | None) -> None:
+    """Compiles what steps should not wait for. ValueError: a backend cannot run the heads or the type of its model."""
+    parts: list[tuple[_Chosen, Qwen3 | DFlashDraft]] = [(backends.prefill, target), (backends.decode, target)]
+    if draft is not None:
+        parts.append((backends.draft, draft))
+    done = set()
+    for chosen, model in parts:
+        config, name = model.config, chosen.backend.name
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        if (name, heads) in done:
+            continue
+        done.add((name, heads))
+        try:
+            chosen.backend.prepare(*heads, model.dtype)
+        except ValueError as error:
+            raise ValueError(f"{chosen.flag} {name} {error}") from error
 
 
 def _device(name: str) -> torch.device:

@@ -39,9 +39,12 @@ class ModelRunner:
         num_slots: int,
         backend: AttentionBackend,
         draft_backend: AttentionBackend,
+        prefill_backend: AttentionBackend | None = None,
     ) -> None:
+        """`backend` verifies, and without a `prefill_backend` runs prefill too."""
         self.target, self.draft, self.request_rows = target, draft, request_rows
         self._backend, self._draft_backend = backend, draft_backend
+        self._prefill_backend = prefill_backend or backend
         self.device = request_rows.context_lens.device
         self.target_pool = target.make_kv_pool(num_slots)
         self.draft_pool: KVPool | None = draft.make_kv_pool(num_slots) if draft else None
@@ -49,8 +52,13 @@ class ModelRunner:
 
     @property
     def verify_backend(self) -> AttentionBackend:
-        """What the target's attention runs on; start-up checks ask what it can do."""
+        """What the target's attention runs on in decode steps; start-up checks ask what it can do."""
         return self._backend
+
+    @property
+    def prefill_backend(self) -> AttentionBackend:
+        """The same of prefill."""
+        return self._prefill_backend
 
     @property
     def draft_backend(self) -> AttentionBackend:
@@ -78,10 +86,11 @@ class ModelRunner:
             Where `reads_hidden`, the target's final-normed hidden states [M, H], the chunks' tokens one after the
             other.
         """
+        num_rows = [len(chunk.token_ids) for chunk in chunks]
         rows = upload([chunk.row for chunk in chunks], self.device)
-        lens = upload([len(chunk.token_ids) for chunk in chunks], self.device)
+        lens = upload(num_rows, self.device)
         starts = upload([chunk.start for chunk in chunks], self.device)
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        num_tokens = sum(num_rows)
         qo_indptr = torch.zeros(len(chunks) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=qo_indptr[1:])
         request = torch.repeat_interleave(lens, output_size=num_tokens)
@@ -94,15 +103,16 @@ class ModelRunner:
             kv_lens=starts + lens,
             page_table=self.request_rows.page_table[rows],
             page_size=self.request_rows.page_size,
-            max_rows=max(len(chunk.token_ids) for chunk in chunks),
+            max_rows=max(num_rows),
+            host_lens=(num_rows, [chunk.start + n for chunk, n in zip(chunks, num_rows, strict=True)]),
         )
         input_ids = upload(token_ids, self.device)
         if reads_hidden:
-            return self._forward(input_ids, queries)
-        self._inject(
-            self.target.fill(input_ids, queries, self.target_pool, self._backend, self._capture_layers),
-            queries,
+            return self._forward(input_ids, queries, self._prefill_backend)
+        features = self.target.fill(
+            input_ids, queries, self.target_pool, self._prefill_backend, self._capture_layers
         )
+        self._inject(features, queries)
         return None
 
     def verify(self, input_ids: Tensor, queries: RaggedQueries, out: Tensor | None = None) -> Tensor:
@@ -113,7 +123,7 @@ class ModelRunner:
         Returns:
             Target logits float32 [M, V]; on a GPU in `out`, where it is given.
         """
-        return self.target.logits(self._forward(input_ids, queries), out)
+        return self.target.logits(self._forward(input_ids, queries, self._backend), out)
 
     def draft_hidden(self, rows: Tensor, width: int) -> Tensor:
         """Final-normed draft hidden states [R, width, H] of the blocks (anchor, mask, mask, …) of `rows`."""
@@ -131,11 +141,9 @@ class ModelRunner:
         embedded = self.target.embed(inputs.block_ids)
         return self.draft.forward_block(embedded, queries, self.draft_pool, self._draft_backend)
 
-    def _forward(self, input_ids: Tensor, queries: RaggedQueries) -> Tensor:
+    def _forward(self, input_ids: Tensor, queries: RaggedQueries, backend: AttentionBackend) -> Tensor:
         """The target over rows that somebody reads: final-normed hidden states [M, H]."""
-        hidden = self.target.forward(
-            input_ids, queries, self.target_pool, self._backend, self._capture_layers
-        )
+        hidden = self.target.forward(input_ids, queries, self.target_pool, backend, self._capture_layers)
         self._inject(hidden.features, queries)
         return hidden.final
 

@@ -195,7 +195,8 @@ def _check_engine(mode: VerifyMode, engine: Engine, worker: SpeculativeWorker) -
     if not backend.capabilities.supports_ragged_verify:
         raise ValueError(
             f"{_MODE} {mode.value}: the attention backend {backend.name} cannot verify windows of different lengths; "
-            "use --attention-backend torch_native, or static"
+            "use --attention-backend triton (torch_native on a CPU; for decode steps alone: "
+            "--decode-attention-backend), or static"
         )
     if worker.gamma < 1:
         raise ValueError(

@@ -120,6 +120,8 @@ def _engine_options(args: ServerArgs) -> EngineOptions:
         max_total_tokens=args.max_total_tokens,
         page_size=args.page_size,
         attention_backend=args.attention_backend,
+        prefill_attention_backend=args.prefill_attention_backend,
+        decode_attention_backend=args.decode_attention_backend,
         draft_attention_backend=args.speculative_draft_attention_backend,
         torch_threads=args.torch_threads,
         mem_fraction_static=args.mem_fraction_static,

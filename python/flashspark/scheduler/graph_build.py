@@ -72,7 +72,8 @@ def check_backends(runner: ModelRunner) -> None:
     for flag, backend in backends.items():
         if not backend.capabilities.supports_ragged_verify_graph:
             raise ValueError(
-                f"{flag} {backend.name} cannot be captured in CUDA graphs: use triton, or --disable-cuda-graph"
+                f"{flag} {backend.name} cannot be captured in CUDA graphs: use triton (of the target for decode steps "
+                "alone: --decode-attention-backend triton), or --disable-cuda-graph"
             )
 
 
