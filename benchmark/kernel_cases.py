@@ -26,7 +26,11 @@ from flashspark.kernels.markov_walk import MarkovWeights, markov_walk
 from flashspark.kernels.pack_rows import pack_rows
 from flashspark.kernels.qk_norm_rope import qk_norm_rope_write
 from flashspark.kernels.rms_norm import add_rms_norm
-from flashspark.kernels.selector import selector_walk_with_feature, top_candidates
+from flashspark.kernels.selector import (
+    selector_walk_with_confidence,
+    selector_walk_with_feature,
+    top_candidates,
+)
 from flashspark.kernels.silu_mul import silu_mul
 from flashspark.kernels.target_probs import target_probs
 from flashspark.kernels.top_tokens import best_tokens
@@ -136,6 +140,7 @@ class Cases:
         yield self.convolution(num_reqs)
         yield self.largest_logits(num_reqs, self.g.num_candidates, num_reqs * self.g.gamma)
         yield self.selector(num_reqs)
+        yield self.selector(num_reqs, predicts=True)
         yield self.markov(num_reqs, sampled=False)
         yield self.markov(num_reqs, sampled=True)
         yield self.predict(num_reqs)
@@ -289,8 +294,8 @@ class Cases:
 
         return Case(f"top_tokens, k={k}", num_reqs, make, num_rows * (g.vocab_size * 4 + k * 12))
 
-    def selector(self, num_reqs: int) -> Case:
-        """The walk, half of the requests sampled."""
+    def selector(self, num_reqs: int, predicts: bool = False) -> Case:
+        """The walk, half of the requests sampled; `predicts` of two classes in the same launch."""
         g = self.g
 
         def make(seed: int) -> Call:
@@ -305,10 +310,21 @@ class Cases:
             )
             greedy = torch.arange(num_reqs, device=self.device) % 2 == 0
             noise = x.rand(num_reqs, g.gamma, dtype=torch.float64)
-            return partial(selector_walk_with_feature, *lattice, x.rand(num_reqs) + 0.3, greedy, noise)
+            walk = (*lattice, x.rand(num_reqs) + 0.3, greedy, noise, True)
+            if not predicts:
+                return partial(selector_walk_with_feature, *walk)
+            values = x.rand(num_reqs + 1, 2, g.gamma)
+            model = estimator.RowEstimator(x.ids(2, num_reqs + 1), x.rand(2), x.rand(2, g.gamma), values)
+            rows = torch.arange(num_reqs, device=self.device)
+            return partial(selector_walk_with_confidence, *walk, rows, model)
 
         per_slot = g.num_candidates * (4 + 8 + 4 + g.rank * self._size) + 2 * g.rank * self._size + 8 + 8 + 4
-        return Case("selector walk", num_reqs, make, num_reqs * g.gamma * per_slot)
+        num_bytes = num_reqs * g.gamma * per_slot
+        if predicts:  # the row and its class; confidence, and what is left by row
+            return Case(
+                "selector walk, confidence", num_reqs, make, num_bytes + num_reqs * (g.gamma * 12 + 16)
+            )
+        return Case("selector walk", num_reqs, make, num_bytes)
 
     def markov(self, num_reqs: int, sampled: bool) -> Case:
         """DSpark's walk with a vanilla head: per slot a product over the vocabulary and a draw."""

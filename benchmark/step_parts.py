@@ -142,8 +142,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @torch.inference_mode()
 def estimator_us(worker: SpeculativeWorker, num_reqs: int) -> dict[str, Any]:
     """Microseconds a step of an estimator of its own, refits and settling spread over the steps: `predict_us` captured,
-    as in a draft piece; `observe_us` what the kernels of `observe` take, and `observe_host_us` what launching them
-    takes on the host. `total_us`: predict and observe on the device. On a CPU observing is the host's time alone."""
+    as a launch of its own, which DFlash2's draft pieces save; `observe_us` what the kernels of `observe` take, and
+    `observe_host_us` what launching them takes on the host. `total_us`: predict and observe on the device. On a CPU
+    observing is the host's time alone."""
     runner = worker.runner
     source, device = make_scratch_source(runner, num_reqs), runner.device
     row_list = list(range(num_reqs))

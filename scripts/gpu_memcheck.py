@@ -42,7 +42,11 @@ from flashspark.kernels.philox import step_uniforms  # noqa: E402
 from flashspark.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_write  # noqa: E402
 from flashspark.kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from flashspark.kernels.rope import rope_tables  # noqa: E402
-from flashspark.kernels.selector import selector_walk_with_feature, top_candidates  # noqa: E402
+from flashspark.kernels.selector import (  # noqa: E402
+    selector_walk_with_confidence,
+    selector_walk_with_feature,
+    top_candidates,
+)
 from flashspark.kernels.silu_mul import silu_mul  # noqa: E402
 from flashspark.kernels.target_probs import adjust_logits, sample_categorical, target_probs  # noqa: E402
 from flashspark.kernels.top_tokens import best_tokens  # noqa: E402
@@ -163,7 +167,7 @@ def largest_logits(dtype: torch.dtype) -> None:
 
 
 def selector(dtype: torch.dtype) -> None:
-    selector_walk_with_feature(
+    walk = (
         randn(NUM_REQS, GAMMA, K),
         token_ids(NUM_REQS, GAMMA, K),
         token_ids(NUM_REQS),
@@ -173,8 +177,17 @@ def selector(dtype: torch.dtype) -> None:
         rand(NUM_REQS) + 0.1,
         flags(NUM_REQS),
         rand(NUM_REQS, GAMMA, dtype=torch.float64),
-        implementation="triton",
+        True,
     )
+    selector_walk_with_feature(*walk, "triton")
+    selector_walk_with_confidence(*walk, *predictor(), "triton")
+
+
+def predictor() -> tuple[Tensor, estimator.RowEstimator]:
+    """Request rows, the last one and padding among them, and an estimator of so many."""
+    slope, intercepts = torch.ones(2, device=DEVICE), torch.ones(2, GAMMA, device=DEVICE)
+    kinds, values = integers([0, 1, 1, 0, 1, 0]), torch.zeros(NUM_REQS + 1, 2, GAMMA, device=DEVICE)
+    return integers([5, 0, 2, 4, -1]), estimator.RowEstimator(kinds, slope, intercepts, values)
 
 
 def markov() -> None:
@@ -244,8 +257,8 @@ def learning() -> None:
     slope, intercepts = torch.ones(2, device=DEVICE), torch.ones(2, GAMMA, device=DEVICE)
     moments = torch.zeros(2, estimator.NUM_MOMENTS, GAMMA, dtype=torch.float64, device=DEVICE)
     estimator.predict(feature, classes, slope, intercepts, "triton")
-    kinds, values = integers([0, 1, 1, 0, 1, 0]), torch.zeros(NUM_REQS + 1, 2, GAMMA, device=DEVICE)
-    estimator.predict_rows(feature, integers([5, 0, 2, 4, -1]), kinds, slope, intercepts, values, "triton")
+    rows, model = predictor()
+    estimator.predict_rows(feature, rows, *model, "triton")
     estimator.observe(moments, feature, prediction, classes, lens - 1, lens, flags(NUM_REQS), "triton")
     estimator.refit(slope, intercepts, moments, implementation="triton")
 

@@ -22,6 +22,7 @@ from flashspark.ipc import (
     SpeculativeStats,
     TokenLogprobs,
 )
+from flashspark.kernels.estimator import RowEstimator
 from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.grammar import GrammarQueue, XGrammarCompiler
 from flashspark.scheduler.request import Request
@@ -192,6 +193,7 @@ class ScriptedDrafter:
         temperature: Tensor,
         uniforms: Tensor | None,
         with_signal: bool = False,
+        estimator: RowEstimator | None = None,
     ) -> DraftBlock:
         """See `Drafter`."""
         blocks = []

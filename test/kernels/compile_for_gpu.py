@@ -24,7 +24,12 @@ from flashspark.kernels.draft_inputs import draft_inputs
 from flashspark.kernels.markov_walk import markov_walk
 from flashspark.kernels.pack_rows import pack_rows
 from flashspark.kernels.philox import step_uniforms
-from flashspark.kernels.selector import selector_walk_with_feature, top_candidates
+from flashspark.kernels.selector import (
+    selector_walk,
+    selector_walk_with_confidence,
+    selector_walk_with_feature,
+    top_candidates,
+)
 from flashspark.kernels.target_probs import adjust_logits, target_probs
 from flashspark.kernels.top_tokens import best_tokens
 from flashspark.kernels.triton import launch, paged_attention
@@ -142,7 +147,11 @@ def draft(n: int, dtype: torch.dtype) -> None:
     codebook, projected = zeros(VOCAB_SIZE, 256, dtype=dtype), zeros(n, 7, 256, dtype=dtype)
     walk = (floats(n, 7, 16), ids(n, 7, 16), ids(n), projected, codebook, codebook, floats(n), flags(n))
     for noise in (floats(n, 7), doubles(n, 7)):
+        selector_walk(*walk, noise, False, "triton")
         selector_walk_with_feature(*walk, noise, implementation="triton")
+        for c in (1, 2):
+            model = estimator.RowEstimator(ids(n), floats(c), floats(c, 7), floats(n, 2, 7))
+            selector_walk_with_confidence(*walk, noise, True, ids(n), model, "triton")
     for noise in (None, doubles(n, 2)):
         markov_walk(floats(n, 2, VOCAB_SIZE), ids(n), None, None, floats(n), flags(n), noise, None, "triton")
     moments, values = doubles(2, estimator.NUM_MOMENTS, 7), floats(n, 7)

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from flashspark.kernels import estimator
 from flashspark.kernels.block_conv import dynamic_block_conv
 from flashspark.kernels.markov_walk import MarkovWeights, markov_walk
 from flashspark.kernels.philox import step_uniforms
-from flashspark.kernels.selector import selector_walk, selector_walk_with_feature
+from flashspark.kernels.selector import (
+    selector_walk,
+    selector_walk_with_confidence,
+    selector_walk_with_feature,
+)
 from parity import DEVICE, DTYPES, NEEDS_TRITON, assert_close, integers, rand, randn
 
 pytestmark = NEEDS_TRITON
@@ -87,6 +93,70 @@ def test_selector_walk_gives_ties_to_the_first_candidate():
     args = (scores, ids, anchors, projected * 0, a, b, temperature, greedy | True, uniforms)
     tokens, _ = selector_walk(*args, implementation="triton")
     assert torch.equal(tokens, ids[..., 1])
+
+
+def row_estimator(num_classes, gamma, kinds):
+    """An estimator whose tensors lie between NaN, and the tensor with room for a row before and after its values."""
+    num_rows = len(kinds)
+    values = torch.full((num_rows + 2, 2, gamma), NAN, device=DEVICE)
+    slope, intercepts = (
+        torch.full((shape + 2, *more), NAN, device=DEVICE)
+        for shape, *more in ((num_classes,), (num_classes, gamma))
+    )
+    slope[1:-1], intercepts[1:-1] = rand(num_classes), randn(num_classes, gamma, seed=1)
+    return estimator.RowEstimator(integers(kinds), slope[1:-1], intercepts[1:-1], values[1:-1]), values
+
+
+def with_confidence(case, any_sampled, rows, kinds, num_classes, implementation):
+    """What the walk with confidence returns, and the values that it left by row, with one before and one after."""
+    model, values = row_estimator(num_classes, case[1].shape[1], kinds)
+    found = selector_walk_with_confidence(*case, any_sampled, rows, model, implementation)
+    return *found, values
+
+
+@DTYPES
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_selector_walk_with_confidence(dtype, num_classes):
+    """Against the two references, one after the other, in float32."""
+    case = walk_case(4, 5, 6, 12, dtype)
+    wide = [x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in case]
+    where = integers([6, 0, -1, 3]), [1, 0, 2, 2, 0, 1, 3, 1, 3], num_classes
+    tokens, *others = with_confidence(wide, True, *where, "torch")
+    got = with_confidence(case, True, *where, "triton")
+    assert torch.equal(got[0], tokens)
+    for found, expected, tolerance in zip(got[1:], others, (2e-5, 1e-4, 1e-4, 1e-4), strict=True):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+    assert not others[2].isnan().any()
+
+
+@pytest.mark.parametrize(("num_slots", "k", "rank"), [(3, 6, 12), (1, 1, 8), (4, 16, 16)])
+@settings(deadline=None, max_examples=8, phases=[Phase.generate])
+@given(data=st.data())
+def test_a_walk_that_predicts_gives_the_bits_of_a_prediction_after_it(num_slots, k, rank, data):
+    """Any batch of distinct rows and absent slots, which all have the last row; rows of nobody are left alone."""
+    present = data.draw(st.lists(st.integers(0, 6), unique=True, max_size=3))
+    absent = data.draw(st.lists(st.sampled_from([-1, 7]), min_size=0 if present else 1, max_size=2))
+    order = data.draw(st.permutations([*present, *absent]))
+    kinds, num_classes = data.draw(st.lists(st.integers(0, 3), min_size=8, max_size=8)), len(absent) % 2 + 1
+    any_sampled = data.draw(st.booleans())
+    *case, greedy, uniforms = walk_case(len(order), num_slots, k, rank, torch.float32)
+    greedy = greedy | (not any_sampled)
+    uniforms[greedy] = NAN
+    case, rows = (*case, greedy, uniforms), integers(order)
+
+    *got, values = with_confidence(case, any_sampled, rows, kinds, num_classes, "triton")
+    model, expected_values = row_estimator(num_classes, num_slots, kinds)
+    walk = selector_walk_with_feature(*case, any_sampled, "triton")
+    expected = *walk, estimator.predict_rows(walk[2], rows, *model, "triton")
+    for found, wanted in zip(got, expected, strict=True):
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(values[1:8], expected_values[1:8], atol=0, rtol=0, equal_nan=True)
+    assert values[[0, -1]].isnan().all()
+    assert values[1:8].isnan().all(dim=(1, 2)).sum() == 7 - len(present)
+    by_reference = estimator.predict_rows(walk[2], rows, *model, "torch")
+    torch.testing.assert_close(got[3], by_reference, atol=1e-6, rtol=1e-6)
+    last = torch.stack((got[2], got[3]), dim=1)[(rows == -1) | (rows == 7)]
+    assert (last == values[8]).any(0).all() if absent else values[8].isnan().all()
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("none", 4096), ("vanilla", 16), ("gated", 4096), ("rnn", 16)])

@@ -94,6 +94,35 @@ def test_planned_steps(folders, drafts, plain, draft, mode):  # noqa: F811
     assert {key.kind for key in used} == {"draft", "verify", "accept"}
 
 
+@pytest.mark.parametrize(("draft", "predicts_apart"), [("dflash2", False), ("dspark", True)])
+def test_a_draft_piece_predicts_what_its_source_would(folders, drafts, draft, predicts_apart):  # noqa: F811
+    """DFlash2's in the walk's own launch, without a call of the source; what outcomes are held against is the same."""
+    harness = make(folders, drafts[draft], VerifyMode.COMPACT, LINEAR)
+    graphs, source = in_pieces(harness), harness._worker.adaptive.source
+    if not predicts_apart:
+        source.slope.fill_(0.3)
+        source.intercepts.copy_(torch.linspace(-1.0, 1.0, source.intercepts.numel()).view(2, -1))
+    predict, run, calls, confidences = source.predict, graphs.draft, [], []
+
+    def draft_and_compare(num_slots, sampled, signal):
+        block = run(num_slots, sampled, signal)
+        if signal:
+            rows = graphs.rows(num_slots)
+            present = rows[rows != harness._worker.runner.request_rows.scratch_row]
+            left, confidence = source._log.values[present].clone(), graphs.confidence(num_slots).clone()
+            assert torch.equal(confidence, predict(rows, block.signal))
+            assert torch.equal(left, source._log.values[present])
+            confidences.append(confidence)
+        return block
+
+    source.predict, graphs.draft = lambda *args: calls.append(args) or predict(*args), draft_and_compare
+    sampling = [{}, {"temperature": 0.8}]
+    harness.run([Job(p, 20, arrive=i, sampling=sampling[i % 2]) for i, p in enumerate(prompts(7))])
+    assert len(confidences) > 10
+    assert torch.cat(confidences).std() > 0.01
+    assert len(calls) == (len(confidences) if predicts_apart else 0)
+
+
 @pytest.mark.parametrize("draft", ["dflash2", "dspark", None])
 def test_static_steps(folders, drafts, plain, draft):  # noqa: F811
     harness = Harness(

@@ -12,6 +12,8 @@ which is what lets every rank of a tensor-parallel group keep its own copy.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,15 @@ DAMPING = 50.0  # observations at which a step is halved
 # A Newton step from saturated predictions has no bound: 3,200 refusals of drafts predicted at 0.999 would move an
 # intercept by -1,000, and nothing would ever be verified, or learned, again. Healthy steps are below 2.
 MAX_STEP = 4.0
+
+
+class RowEstimator(NamedTuple):
+    """An estimator as `predict_rows` takes it: its coefficients, and what it keeps of each request row."""
+
+    kinds: Tensor  # int64 [rows], the class of each in its lowest bit; not looked at where there is one class
+    slope: Tensor  # float32 [C]
+    intercepts: Tensor  # float32 [C, g]
+    values: Tensor  # float32 [rows, 2, g]: the latest feature and prediction are left here
 
 
 def logit_of_largest(scores: Tensor, temperature: Tensor) -> Tensor:

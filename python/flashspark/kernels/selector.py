@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from .dispatch import Implementation, runs_triton
-from .estimator import FEATURE_LIMIT, logit_of_largest
+from .estimator import FEATURE_LIMIT, RowEstimator, logit_of_largest, predict_rows
 
 MIN_TEMPERATURE = 1e-5  # below it a softmax over score differences overflows; such rows are greedy anyway
 
@@ -124,12 +124,42 @@ def selector_walk_with_feature(
     if runs_triton(scores, implementation):
         from .triton import selector as twin
 
-        return twin.selector_walk(*lattice, *draw, MIN_TEMPERATURE, FEATURE_LIMIT)
+        return twin.selector_walk(*lattice, *draw, MIN_TEMPERATURE, FEATURE_LIMIT)[:3]
     pairs = pair_scores(*lattice)
     tokens, q, rows = _walk(pairs, ids, *draw)
     realised = pairs.gather(2, rows)[:, :, 0]
     divisor = temperature.clamp_min(MIN_TEMPERATURE).masked_fill(greedy, 1.0)
     return tokens, q, logit_of_largest(realised, divisor[:, None])
+
+
+def selector_walk_with_confidence(
+    scores: Tensor,
+    ids: Tensor,
+    anchors: Tensor,
+    projected: Tensor,
+    predecessor_codebook: Tensor,
+    successor_codebook: Tensor,
+    temperature: Tensor,
+    greedy: Tensor,
+    uniforms: Tensor,
+    any_sampled: bool,
+    rows: Tensor,
+    estimator: RowEstimator,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`selector_walk_with_feature` and `kernels.estimator.predict_rows` of its feature, in one launch.
+
+    `rows` [R] int64, the request rows; -1 is the last of them all. Returns the walk's three results and the confidence
+    [R, g] float32; feature and confidence are also left in `estimator.values`, by row.
+    """
+    walk = (scores, ids, anchors, projected, predecessor_codebook, successor_codebook, temperature, greedy)
+    draw = (uniforms, any_sampled)
+    if runs_triton(scores, implementation):
+        from .triton import selector as twin
+
+        return twin.selector_walk(*walk, *draw, MIN_TEMPERATURE, FEATURE_LIMIT, rows, estimator)
+    tokens, q, feature = selector_walk_with_feature(*walk, *draw, "torch")
+    return tokens, q, feature, predict_rows(feature, rows, *estimator, "torch")
 
 
 def _walk(

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashspark.kernels.estimator import RowEstimator
+
 from .sampling import RowSampling
 
 GREEDY, SAMPLED = 0, 1  # classes of requests
@@ -32,6 +34,11 @@ class ConfidenceSource(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether its confidence may trim. False: verify full blocks. Host state only, equal on every rank."""
+        ...
+
+    @property
+    def row_estimator(self) -> RowEstimator | None:
+        """What a kernel that makes the signal needs to do the work of `predict` in passing; None: it cannot."""
         ...
 
     def assign(self, row: int, params: RowSampling, is_visible: bool = True) -> None:
@@ -202,6 +209,7 @@ class HeadConfidence:
     """A trained confidence head: `sigmoid(raw / tau_k)`. The signal is the head's raw logit. Learns nothing."""
 
     is_ready = True
+    row_estimator = None
 
     def __init__(self, max_reqs: int, temperatures: Sequence[float], device: torch.device) -> None:
         """`temperatures`: tau per position (STS), all 1 for an uncalibrated head."""

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.kernels.selector import selector_walk, selector_walk_with_feature, top_candidates
+from flashspark.kernels.estimator import RowEstimator
+from flashspark.kernels.selector import (
+    selector_walk,
+    selector_walk_with_confidence,
+    selector_walk_with_feature,
+    top_candidates,
+)
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.dflash2 import DFlash2Draft
 from flashspark.models.dspark import DSparkDraft
@@ -34,6 +40,7 @@ class Drafter(Protocol):
         temperature: Tensor,
         uniforms: Tensor | None,
         with_signal: bool = False,
+        estimator: RowEstimator | None = None,
     ) -> DraftBlock:
         """Drafts for `rows` int64 [R].
 
@@ -42,6 +49,8 @@ class Drafter(Protocol):
             temperature: float32 [R], 1 for greedy rows.
             uniforms: float64 [R, gamma], one per draft; None when every row is greedy.
             with_signal: fill `DraftBlock.signal`, where `has_signal`.
+            estimator: to fill `DraftBlock.confidence` with, where a kernel makes signal and confidence in one launch;
+                looked at beside `with_signal` alone.
         """
         ...
 
@@ -63,6 +72,7 @@ class DFlashDrafter:
         temperature: Tensor,
         uniforms: Tensor | None,
         with_signal: bool = False,
+        estimator: RowEstimator | None = None,
     ) -> DraftBlock:
         """See `Drafter`; neither temperature nor noise plays a part."""
         hidden = self._runner.draft_hidden(rows, self.gamma + 1)[:, 1:]
@@ -97,6 +107,7 @@ class DFlash2Drafter(DFlashDrafter):
         temperature: Tensor,
         uniforms: Tensor | None,
         with_signal: bool = False,
+        estimator: RowEstimator | None = None,
     ) -> DraftBlock:
         """See `Drafter`."""
         # In one piece, which head and selector both read.
@@ -117,8 +128,11 @@ class DFlash2Drafter(DFlashDrafter):
         if not with_signal:
             tokens, probs = selector_walk(*walk)
             return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs)
-        tokens, probs, feature = selector_walk_with_feature(*walk)
-        return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs, signal=feature)
+        if estimator is None:
+            tokens, probs, feature = selector_walk_with_feature(*walk)
+            return DraftBlock(tokens=tokens, candidate_ids=ids, candidate_probs=probs, signal=feature)
+        tokens, probs, feature, confidence = selector_walk_with_confidence(*walk, rows, estimator)
+        return DraftBlock(tokens, ids, probs, signal=feature, confidence=confidence)
 
 
 def has_confidence_head(runner: ModelRunner) -> bool:

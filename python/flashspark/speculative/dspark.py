@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.kernels.estimator import logit_of_largest
+from flashspark.kernels.estimator import RowEstimator, logit_of_largest
 from flashspark.kernels.markov_walk import MarkovWalk, markov_walk
 from flashspark.models.dspark import DSparkDraft
 
@@ -36,8 +36,9 @@ class DSparkDrafter:
         temperature: Tensor,
         uniforms: Tensor | None,
         with_signal: bool = False,
+        estimator: RowEstimator | None = None,
     ) -> DraftBlock:
-        """See `Drafter`."""
+        """See `Drafter`; confidence is left to its source."""
         walk, z = self.walk(rows, greedy, temperature, uniforms)
         signal = self._signal(walk, z, rows, temperature) if with_signal else None
         if walk.probs is not None:

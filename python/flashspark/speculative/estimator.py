@@ -76,10 +76,14 @@ class AcceptanceEstimator:
         """See `ConfidenceSource`."""
         self._log.release(row)
 
+    @property
+    def row_estimator(self) -> kernel.RowEstimator:
+        """See `ConfidenceSource`. The same tensors as long as it lives."""
+        return kernel.RowEstimator(self._log.kinds, self.slope, self.intercepts, self._log.values)
+
     def predict(self, rows: Tensor, signal: Tensor) -> Tensor:
         """See `ConfidenceSource`; `signal` is the feature."""
-        log = self._log
-        return kernel.predict_rows(signal, rows, log.kinds, self.slope, self.intercepts, log.values)
+        return kernel.predict_rows(signal, rows, *self.row_estimator)
 
     def observe(
         self, rows: Tensor, row_list: Sequence[int], num_accepted: Tensor, verify_lens: Tensor

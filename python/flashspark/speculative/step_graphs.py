@@ -145,11 +145,15 @@ class StepGraphs:
         rows, gamma = self.rows(num_slots), self.width - 1
         greedy, temperature = self._sampling.draft_settings(rows)
         noise = self._sampling.uniforms(rows, self.width)[:, :gamma, 0] if sampled else None
-        block = self._drafter.propose(rows, greedy, temperature, noise, signal)
+        estimator = None if self._source is None else self._source.row_estimator
+        block = self._drafter.propose(rows, greedy, temperature, noise, signal, estimator)
         self._drafts[:num_slots].copy_(block.tokens)
         if signal:
             assert self._source is not None and block.signal is not None
-            self._confidence[:num_slots].copy_(self._source.predict(rows, block.signal))
+            confidence = block.confidence
+            if confidence is None:
+                confidence = self._source.predict(rows, block.signal)
+            self._confidence[:num_slots].copy_(confidence)
         block = replace(block, tokens=self._drafts[:num_slots])
         if sampled and block.candidate_ids is None:
             block = replace(block, candidate_probs=self._keep_dense(block.candidate_probs))

@@ -41,6 +41,9 @@ class DraftBlock:
     candidate_probs: Tensor  # float32 [R, gamma, K]
     # float32 [R, gamma], what confidence is made of (`ConfidenceSource`); None where nobody asked, or none exists.
     signal: Tensor | None = None
+    confidence: Tensor | None = (
+        None  # float32 [R, gamma] of `signal`; None where the source has yet to predict
+    )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,52 @@ def _is_finite(x):
     return (x == x) & (tl.abs(x) != float("inf"))
 
 
+@triton.jit
+def coefficients_at(
+    request,
+    position,
+    inside,
+    pointers,
+    num_rows,
+    GAMMA: tl.constexpr,
+    HAS_CLASSES: tl.constexpr,
+    BY_ROW: tl.constexpr,
+):
+    """Row, slope and intercept of each batch index and draft position. Without rows, classes are in batch order."""
+    rows_ptr, classes_ptr, slope_ptr, intercepts_ptr = pointers
+    row = request
+    if BY_ROW:
+        row = tl.load(rows_ptr + request, mask=inside, other=0)
+        row = tl.where(row < 0, num_rows - 1, row)
+    member = row * 0
+    if HAS_CLASSES:
+        member = tl.load(classes_ptr + row, mask=inside, other=0) & 1
+    slope = tl.load(slope_ptr + member, mask=inside, other=0.0)
+    return row, slope, tl.load(intercepts_ptr + member * GAMMA + position, mask=inside, other=0.0)
+
+
+@triton.jit
+def predict_at(
+    feature,
+    row,
+    slope,
+    intercept,
+    position,
+    inside,
+    out_ptr,
+    values_ptr,
+    GAMMA: tl.constexpr,
+    BY_ROW: tl.constexpr,
+):
+    """Stores the predictions at `out_ptr`, and feature and prediction by row."""
+    prediction = 1.0 / (1.0 + tl.exp(-(intercept + slope * feature)))
+    tl.store(out_ptr, prediction, mask=inside)
+    if BY_ROW:
+        place = values_ptr + row * 2 * GAMMA + position
+        tl.store(place, feature, mask=inside)
+        tl.store(place + GAMMA, prediction, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_values"])
 def _predict_kernel(
     feature_ptr,
@@ -34,23 +80,14 @@ def _predict_kernel(
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_values
-    member = (at * 0).to(tl.int64)
-    source = (at // GAMMA).to(tl.int64)
-    if BY_ROW:
-        source = tl.load(rows_ptr + source, mask=inside, other=0)
-        source = tl.where(source < 0, num_rows - 1, source)
-    if HAS_CLASSES:
-        member = tl.load(classes_ptr + source, mask=inside, other=0) & 1
+    inside, position = at < num_values, at % GAMMA
+    request = (at // GAMMA).to(tl.int64)
+    pointers = rows_ptr, classes_ptr, slope_ptr, intercepts_ptr
+    row, slope, intercept = coefficients_at(
+        request, position, inside, pointers, num_rows, GAMMA, HAS_CLASSES, BY_ROW
+    )
     feature = tl.load(feature_ptr + at, mask=inside, other=0.0)
-    slope = tl.load(slope_ptr + member, mask=inside, other=0.0)
-    intercept = tl.load(intercepts_ptr + member * GAMMA + at % GAMMA, mask=inside, other=0.0)
-    prediction = 1.0 / (1.0 + tl.exp(-(intercept + slope * feature)))
-    tl.store(out_ptr + at, prediction, mask=inside)
-    if BY_ROW:
-        place = values_ptr + source * 2 * GAMMA + at % GAMMA
-        tl.store(place, feature, mask=inside)
-        tl.store(place + GAMMA, prediction, mask=inside)
+    predict_at(feature, row, slope, intercept, position, inside, out_ptr + at, values_ptr, GAMMA, BY_ROW)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
