@@ -10,6 +10,10 @@
 
 Without a name, all of them, one after the other. Needs torch, triton, pytest and hypothesis; with pytest-xdist tests
 run side by side, which matters for the first, where compiling takes the time. Exit code 0 if everything passed.
+
+With FLASHSPARK_GPU_TESTS_ON_CPU=1 in the environment the tests of `engine` and `suite` can be tried on a CPU: they are
+not skipped there, and engines are built as a GPU's (`test/harness.py:as_on_gpu`): overlapped, and steps in the same
+pieces, called one by one instead of captured.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from flashspark.args import ServerArgs
 from flashspark.args.server_args import resolve_model_path
+from flashspark.engine.graph_runner import EagerRunner
 from flashspark.ipc import (
     FinishReason,
     GenerateRequest,
@@ -23,6 +26,7 @@ from flashspark.ipc import (
     TokenLogprobs,
 )
 from flashspark.kernels.estimator import RowEstimator
+from flashspark.scheduler import adaptive_build, build, graph_build
 from flashspark.scheduler.build import build_scheduler
 from flashspark.scheduler.grammar import GrammarQueue, XGrammarCompiler
 from flashspark.scheduler.request import Request
@@ -33,8 +37,11 @@ from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
 from flashspark.speculative.types import DraftBlock
 from flashspark.text.tokenizer import TextTokenizer
 
+ON_GPU = torch.cuda.is_available()
+# What takes a GPU tries itself out on a CPU: engines whose device nobody names are then built as a GPU's.
+AS_ON_GPU = ON_GPU or os.environ.get("FLASHSPARK_GPU_TESTS_ON_CPU") == "1"
 # On a GPU the same comparisons hold in float32, and few tests run long enough for graphs to be worth their capture.
-ON_GPU = {"dtype": "float32", "disable_cuda_graph": True} if torch.cuda.is_available() else {}
+GPU_ARGS = {"dtype": "float32", "disable_cuda_graph": True}
 COLLECTED_ABOVE = 3 << 30  # bytes resident
 NEAR_TIE = 1e-4  # float32: a difference is excused only where the plain run's best two logits are closer
 
@@ -81,12 +88,13 @@ class Harness:
                 "speculative_algorithm": algorithm_of(draft),
             }
             args = speculation | args
-        args = ON_GPU | args
+        args = (GPU_ARGS if AS_ON_GPU else {}) | args
         _reclaim()
         self.results: dict[str, Result] = {}
         self.args = ServerArgs(model_path=str(target), random_seed=1, decode_log_interval=10**6, **args)
         self.scheduler: Scheduler
-        self.scheduler, self.ready = build_scheduler(self.args, self._receive)
+        with as_on_gpu(AS_ON_GPU and not ON_GPU and "device" not in args):
+            self.scheduler, self.ready = build_scheduler(self.args, self._receive)
         self._worker = self.scheduler._worker
         grammars = self.scheduler._grammars
         if grammars._compile is not None:  # in this process: another takes seconds to start
@@ -161,6 +169,21 @@ class Harness:
         assert state["num_running_reqs"] == state["num_queue_reqs"] == state["num_grammar_queue_reqs"] == 0
 
 
+@contextmanager
+def as_on_gpu(forced: bool) -> Iterator[None]:
+    """Where `forced`, engines are built on a CPU as a GPU's without graphs: overlapped, and steps in its pieces."""
+    if not forced:
+        yield
+        return
+    gpu, rule = torch.device("cuda"), graph_build.tier_rule
+    with (
+        patch.object(build, "runs_ahead", lambda device: True),
+        patch.object(graph_build, "make_step_runner", lambda device, captures: EagerRunner()),
+        patch.object(adaptive_build, "tier_rule", lambda args, device, width: rule(args, gpu, width)),
+    ):
+        yield
+
+
 def algorithm_of(draft: Path | str) -> str:
     """DSPARK where the draft's config.json speaks of it."""
     config = Path(resolve_model_path(str(draft))) / "config.json"
@@ -197,10 +220,12 @@ class ScriptedDrafter:
     ) -> DraftBlock:
         """See `Drafter`."""
         blocks = []
-        for row in rows.tolist():
+        # The host's tokens are a step behind where steps overlap.
+        context_lens = self._harness._worker.runner.request_rows.context_lens[rows]
+        for row, context_len in zip(rows.tolist(), context_lens.tolist(), strict=True):
             request = self._harness.request_in_row(row)
             future = self._continuation[tuple(request.message.input_ids)]
-            at = len(request.tokens) - request.prompt_len
+            at = context_len + 1 - request.prompt_len
             block = (future[at : at + self.gamma] + [0] * self.gamma)[: self.gamma]
             blocks.append([(token + self._shift) % self._vocab_size for token in block])
         tokens = torch.tensor(blocks, device=rows.device)

@@ -59,16 +59,19 @@ def test_greedy_output_is_the_cpus(engine, on_cpu, mode, fraction):
 
 @contextmanager
 def logits_of_steps(harness: Harness):
-    """Copies of what every verify piece left for rows that may be accepted. What is past a request's end reads the
-    scratch page, to which several rows write at once: nobody looks at it."""
+    """Copies of what every verify piece left for rows that somebody looks at. Others may read the scratch page, to
+    which several rows write at once: those past a cutoff, and the anchor of a request that reached its limit while the
+    step was launched, which may lie behind its last page."""
     graphs, kept = harness._worker.graphs, []
-    verify = graphs.verify
+    state, verify = harness._worker.runner.request_rows, graphs.verify
 
     def keeping(shape, width):
+        rows = graphs.rows(shape.num_slots)
+        goes_on = (state.context_lens[rows] + 1 < state.max_lens[rows]) & (rows != state.scratch_row)
         piece = verify(shape, width)
         block_rows = piece.layout.block_rows
         counts = torch.arange(block_rows.shape[1], device=block_rows.device) < piece.cutoff[:, None]
-        kept.append(piece.logits[block_rows[counts]])
+        kept.append(piece.logits[block_rows[counts & goes_on[:, None]]])
         return piece
 
     graphs.verify = keeping

@@ -21,6 +21,9 @@ MODES = [VerifyMode.CAP_ACCEPT, VerifyMode.COMPACT]
 DRAFTS = ["dflash2", "dspark"]
 # A step costs 4 rows and its own: trimming pays as soon as survival is low.
 LINEAR = SpsCostTable(tuple(range(1, 400)), tuple(1000.0 / (4 + n) for n in range(1, 400)), 400)
+# Small pages, so that requests ask for more on the way: 6 and more retractions in `one_to_32`, whatever is drafted, and
+# whether steps overlap or not.
+SMALL_POOL = {"max_total_tokens": 1040, "page_size": 4, "disable_radix_cache": True}
 
 
 def grid(max_reqs: int) -> TierGrid:
@@ -36,8 +39,8 @@ def drafts(folders, plain, tmp_path_factory):  # noqa: F811
 
 
 def make(folders, draft, mode, table=None, **settings) -> Harness:  # noqa: F811
-    """48 rows and a pool that 32 requests outgrow, unless they share; an estimator that is ready from the start."""
-    harness = Harness(folders["target"], draft, max_total_tokens=1296, disable_radix_cache=True)
+    """48 rows and a pool that 32 requests outgrow; an estimator that is ready from the start."""
+    harness = Harness(folders["target"], draft, **SMALL_POOL)
     adaptive = harness.make_adaptive(mode, table, grid(48), min_gain=0.0, draft_free=None, **settings)
     adaptive.source.num_refits = 100
     return harness
@@ -70,11 +73,16 @@ def test_pinned(folders, drafts, plain, draft, mode, fraction):  # noqa: F811
     harness._worker.adaptive.planner.pin(fraction)
     jobs = one_to_32()
     assert_same(plain, jobs, harness.run(jobs))
-    for record in check_schedule(harness):
+    records = check_schedule(harness)
+    whole = [record for record in records if record.num_full_tokens == int(record.plan.caps.sum())]
+    assert len(whole) > 0.4 * len(records)
+    for record in records:
         n, verify = record.num_reqs, record.plan.verify
         room = int((record.plan.caps - record.plan.floors).sum())
         assert verify.budget == min(int(fraction * n * (WIDTH - 1)), room)
-        assert record.num_verify_tokens == n + verify.budget
+        # Of an overlapped step the device cuts off what lies past requests' ends.
+        assert n <= record.num_verify_tokens <= n + verify.budget
+        assert record.num_verify_tokens == n + verify.budget or record not in whole
         if mode is VerifyMode.CAP_ACCEPT:
             assert record.num_rows_run == int(record.plan.caps.sum())
         else:

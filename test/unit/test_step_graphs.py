@@ -14,6 +14,7 @@ from flashspark.speculative.tiers import TierGrid, TierKey, TierRule
 from harness import Harness, Job
 from unit.test_lossless_adaptive import (  # noqa: F401 - fixtures
     LINEAR,
+    SMALL_POOL,
     WIDTH,
     check_schedule,
     drafts,
@@ -74,6 +75,7 @@ def in_pieces(harness: Harness, runner=None, **rule) -> StepGraphs:
 
 def test_the_buckets_that_are_told_are_those_of_the_pieces(folders):  # noqa: F811
     harness = Harness(folders["target"], folders["dflash2"], max_running_requests=48)
+    harness._worker.graphs = None  # as on a CPU
     assert harness.scheduler.verify_request_buckets == list(range(1, 49))
     graphs = in_pieces(harness)
     assert harness.scheduler.verify_request_buckets == list(graphs.grid.buckets)
@@ -125,12 +127,7 @@ def test_a_draft_piece_predicts_what_its_source_would(folders, drafts, draft, pr
 
 @pytest.mark.parametrize("draft", ["dflash2", "dspark", None])
 def test_static_steps(folders, drafts, plain, draft):  # noqa: F811
-    harness = Harness(
-        folders["target"],
-        None if draft is None else drafts[draft],
-        max_total_tokens=1296,
-        disable_radix_cache=True,
-    )
+    harness = Harness(folders["target"], None if draft is None else drafts[draft], **SMALL_POOL)
     in_pieces(harness)
     jobs = one_to_32()
     assert_same(plain, jobs, harness.run(jobs))
@@ -202,11 +199,9 @@ def test_records_of_shorter_blocks(folders):  # noqa: F811
     """Captured drafts fill their whole block; records tell of as many as the width has."""
     harness = Harness(folders["target"], folders["dflash2"])
     harness.scheduler.keep_records(("core", "reqs"))
-    assert harness.scheduler.set_internal_state({"speculative_num_draft_tokens": 3}) is None
     graphs = in_pieces(harness)
-    graphs.width, harness._worker.drafter.gamma = WIDTH, WIDTH - 1  # as they were captured
-    graphs._drafts = torch.zeros(graphs.grid.buckets[-1], WIDTH - 1, dtype=torch.int64)
-    graphs.grid = TierGrid(TierRule(WIDTH, graphs.grid.rule.max_num_reqs))
+    assert harness.scheduler.set_internal_state({"speculative_num_draft_tokens": 3}) is None
+    harness._worker.drafter.gamma = WIDTH - 1  # as it was captured
     graphs.serves = lambda width: True
     harness.run([Job(p, 20, sampling={"temperature": i % 2, "seed": i}) for i, p in enumerate(prompts(3))])
     drafted = [
@@ -249,6 +244,7 @@ def test_simulated_acceptance_commits_what_was_asked_for(folders, mean):  # noqa
     def run(pieces: bool):
         harness = Harness(folders["target"], folders["dflash2"])
         harness._worker.rule = AcceptRule(mean - 1.0)
+        harness._worker.graphs = None  # a GPU's have the rule they were built with
         if pieces:
             in_pieces(harness, EagerRunner())
         return harness.run([Job(p, 61, sampling={"ignore_eos": True}) for p in prompts(5)])

@@ -149,7 +149,7 @@ def build_adaptive(
     """
     runner, max_reqs = engine.runner, args.max_running_requests
     assert max_reqs is not None  # resolved by ServerArgs
-    grid = TierGrid(tier_rule(args, engine, worker.width))
+    grid = TierGrid(tier_rule(args, engine.runner.device, worker.width))
     if inputs.mode is VerifyMode.STATIC:
         worker.graphs = build_graphs(args, engine, worker, None, grid)
         return None, {"speculative_cost_table_source": None}

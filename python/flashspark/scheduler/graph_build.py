@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 GPU_RELATIVE, GPU_RELATIVE_REQS = 8, 4
 
 
-def tier_rule(args: ServerArgs, engine: Engine, width: int) -> TierRule:
-    """How fine the tiers are on the engine's device."""
+def tier_rule(args: ServerArgs, device: torch.device, width: int) -> TierRule:
+    """How fine the tiers are on a device."""
     max_reqs, finest = args.max_running_requests, args.speculative_verify_tier_tokens
     assert max_reqs is not None  # resolved by ServerArgs
-    if engine.runner.device.type == "cpu":
+    if device.type == "cpu":
         return TierRule(width, max_reqs, finest_tokens=finest)
     return TierRule(
         width,
