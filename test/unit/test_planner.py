@@ -9,6 +9,7 @@ the asked ones (#40396, #34036); in the relay's, a reader that does not wait for
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -522,3 +523,95 @@ def test_settings_are_checked(changes, message):
 def test_a_grid_of_another_width_is_refused():
     with pytest.raises(ValueError, match="width is 4, the block's 8"):
         planner_of(gamma=7)
+
+
+# What is kept from step to step
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    gamma=st.integers(1, 5),
+    has_grid=st.booleans(),
+    rate=st.sampled_from([0.02, 0.2]),
+)
+def test_a_planner_that_keeps_lengths_and_prices_plans_bit_for_bit_like_a_new_one(
+    seed, gamma, has_grid, rate
+):
+    """A planner of one step, with a correction that has seen the same times, knows nothing from before."""
+    rng = np.random.default_rng(seed)
+    table = SpsAdditiveCostTable(0.004, (1, 6), (0.0, 1e-3), (1, 8, 40), (0.0, 1e-3, 9e-3))
+    grid = TierGrid(TierRule(gamma + 1, 6, finest_tokens=3)) if has_grid else None
+    options = {"table": table, "grid": grid, "min_drafts_every": 4, "draft_free": None, "min_verify_len": 0}
+    options["plain_costs"] = PlainStepCosts((1, 6), (0.003, 0.005))
+    cells, times = np.arange(3, 40, 3), []
+
+    def correction():
+        made = CostCorrection(cells, rate=rate)
+        for observed in times:
+            made.observe(*observed)
+        return made
+
+    kept = planner_of(gamma, correction=correction(), **options)
+    sizes, longest = rng.integers(1, 7, 3), gamma + 1
+    for step in range(12):
+        if step == 6:
+            longest = int(rng.integers(1, gamma + 2))
+            kept.limit(longest)
+        n = int(rng.choice(sizes))
+        batch = plan_input(
+            rng.random((n, gamma), dtype=np.float32),
+            stale=np.flatnonzero(rng.random(n) < 0.2).tolist(),
+            caps=rng.integers(1, gamma + 2, n) if rng.random() < 0.3 else None,
+            keeps_block=np.flatnonzero(rng.random(n) < 0.1).tolist(),
+            waited=rng.integers(0, 6, n) if rng.random() < 0.3 else None,
+        )
+        fresh = planner_of(gamma, correction=correction(), **options)
+        fresh.limit(longest)
+        plan, expected = kept.plan(batch), fresh.plan(batch)
+        assert (plan.verify, plan.draft, plan.record) == (expected.verify, expected.draft, expected.record)
+        assert (
+            plan.floors.tolist() == expected.floors.tolist() and plan.caps.tolist() == expected.caps.tolist()
+        )
+        if plan.record.table_step_seconds is not None:
+            times.append(
+                (plan.verify.num_tokens_run, plan.record.table_step_seconds, float(rng.uniform(0.002, 0.03)))
+            )
+            kept.observe_step(plan, times[-1][-1])
+
+
+def test_a_table_or_a_correction_that_is_exchanged_is_what_counts():
+    planner, batch = planner_of(), plan_input(CONFIDENCE)
+    before = planner.plan(batch).record.table_step_seconds
+    planner.table = TABLE.scaled(2.0)
+    assert planner.plan(batch).record.table_step_seconds == 2 * before
+    planner.correction = CostCorrection(GRID.tiers(3).num_tokens)
+    planner.correction.observe(8, 1.0, 2.0)
+    assert planner.plan(batch).record.predicted_step_seconds > 2 * before
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    keeps=st.lists(st.booleans(), min_size=3, max_size=3),
+    waited=st.lists(st.integers(0, 6), min_size=3, max_size=3),
+)
+def test_nobody_is_as_good_as_a_list_of_those_who_do_not(keeps, waited):
+    batch = plan_input(CONFIDENCE, keeps_block=np.flatnonzero(keeps), waited=waited)
+    short = replace(
+        batch,
+        keeps_block=batch.keeps_block if any(keeps) else None,
+        num_steps_without_draft=batch.num_steps_without_draft if max(waited) >= 4 else None,
+    )
+    plans = [planner_of(min_drafts_every=4).plan(b) for b in (batch, short)]
+    assert plans[0].record == plans[1].record and plans[0].verify == plans[1].verify
+
+
+@settings(max_examples=50, deadline=None)
+@given(times=st.lists(st.floats(0.1, 10), max_size=10), num_tokens=st.integers(1, 40))
+def test_a_factor_alone_is_the_factor_among_others(times, num_tokens):
+    correction = CostCorrection(np.array([4, 8, 16]))
+    for i, seconds in enumerate(times):
+        correction.observe(1 + 3 * i, 1.0, seconds)
+    assert correction.factor(num_tokens) == correction.factors(np.array([1, num_tokens, 99]))[1]
+    tiers = GRID.tiers(3)
+    assert [tiers.round_up(m) for m in range(13)] == tiers.num_tokens[tiers.tier_of_tokens].tolist()

@@ -30,6 +30,22 @@ class VerifyMode(Enum):
     COMPACT = "compact"
 
 
+class _LastArray:
+    """The array of a list that seldom changes from one step to the next, and more of it. Shared, never written."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self.array = np.empty(0, dtype=np.int64)
+        self.largest = self.total = 0
+
+    def of(self, values: Sequence[int]) -> _LastArray:
+        """Itself, of these values, at least one."""
+        if values != self._values:
+            self._values, self.array = list(values), np.array(values, dtype=np.int64)
+            self.largest, self.total = max(values), sum(values)
+        return self
+
+
 class AdaptiveVerifier:
     """Owns the planner, the relay, the source of confidence and the rows' generations. One per worker."""
 
@@ -49,6 +65,7 @@ class AdaptiveVerifier:
         self._eps = planner.settings.survival_eps
         self._is_drafting = True  # the last plan drafts
         self._device = device
+        self._rows, self._caps = _LastArray(), _LastArray()
 
     def assign(self, row: int, params: RowSampling, speculates: bool) -> None:
         """A request takes `row`; what was known of its last owner is stale from here on."""
@@ -67,16 +84,19 @@ class AdaptiveVerifier:
         num_steps_without_draft: Sequence[int],
     ) -> Plan:
         """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
-        if max(caps) == 1:
+        rows = self._caps.of(caps)
+        if rows.largest == 1:
             return self.planner.anchors_plan(len(caps))
-        if not self.planner.looks(len(caps), sum(caps)):
+        if not self.planner.looks(len(caps), rows.total):
             return self.planner.full_plan(caps)
+        index, waited = self._rows.of(row_list).array, num_steps_without_draft
+        somebody_waits = max(waited) >= max(self.planner.settings.min_drafts_every, 1)
         batch = PlanInput(
-            relayed=self._relay.resolve(row_list) if self.source.is_ready else None,
-            generations=self._generations.of(row_list),
-            caps=np.asarray(caps, dtype=np.int64),
-            keeps_block=np.asarray(keeps_block, dtype=np.bool_),
-            num_steps_without_draft=np.asarray(num_steps_without_draft, dtype=np.int64),
+            relayed=self._relay.resolve(index) if self.source.is_ready else None,
+            generations=self._generations.of(index),
+            caps=rows.array,
+            keeps_block=np.array(keeps_block, dtype=np.bool_) if any(keeps_block) else None,
+            num_steps_without_draft=np.array(waited, dtype=np.int64) if somebody_waits else None,
         )
         plan = self.planner.plan(batch)
         if self._is_drafting and not plan.draft:
@@ -97,7 +117,8 @@ class AdaptiveVerifier:
 
     def relay(self, rows: Tensor, row_list: Sequence[int], confidence: Tensor) -> None:
         """Starts the relay of confidence [R, gamma], which may be overwritten once later work is queued."""
-        self._relay.publish(rows, row_list, confidence, self._generations.of(row_list))
+        index = self._rows.of(row_list).array
+        self._relay.publish(rows, index, confidence, self._generations.of(index))
 
     def verify_lens(self, plan: Plan, confidence: Tensor | None) -> Tensor:
         """Spends the plan's budget on the step's own confidence [R, gamma]: rows to verify, int64 [R].

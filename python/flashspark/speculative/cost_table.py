@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -194,7 +195,15 @@ class PlainStepCosts:
 
     def step_seconds(self, num_reqs: int) -> float:
         """Seconds of a draft-free step of `num_reqs` requests."""
-        return float(np.interp(num_reqs, self.num_reqs_probes, self.seconds))
+        seconds = self._known.get(num_reqs)
+        if seconds is None:
+            seconds = self._known[num_reqs] = float(np.interp(num_reqs, self.num_reqs_probes, self.seconds))
+        return seconds
+
+    @cached_property
+    def _known(self) -> dict[int, float]:
+        """By batch size, of which there are few."""
+        return {}
 
 
 def parse_cost_table(text: str) -> SpsCostTable | SpsAdditiveCostTable:
@@ -249,6 +258,7 @@ class CostCorrection:
             )
         self.enabled, self.num_observations = enabled, 0
         self._cells = np.asarray(cell_tokens, dtype=np.int64)
+        self._cell_list: list[int] = self._cells.tolist()
         self._rate = rate
         self._max_deviation, self._max_level = math.log(max_deviation), math.log(max_level)
         self._level = 0.0
@@ -264,26 +274,48 @@ class CostCorrection:
         if not self.enabled or not (0 < priced_seconds < math.inf and 0 < measured_seconds < math.inf):
             return
         cell = self._cell(num_tokens)
-        expected, latest = self._level + float(self._deviation[cell]), self._latest[cell]
+        before = self._deviation.item(cell)
+        expected, latest = self._level + before, self._latest[cell]
         latest.append(math.log(measured_seconds / priced_seconds))
         assert latest.maxlen is not None
         error = median((*latest, *[expected] * (latest.maxlen - len(latest)))) - expected
         error = min(max(error, -self._max_deviation), self._max_deviation)
         level = self._level + 2 * self._rate * error
-        deviation = float(self._deviation[cell]) + self._rate * error
+        deviation = before + self._rate * error
         self._level = min(max(level, -self._max_level), self._max_level)
         self._deviation[cell] = min(max(deviation, -self._max_deviation), self._max_deviation)
         self.num_observations += 1
 
     def factors(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """What to multiply the table's seconds by at each row count; ones when switched off."""
-        if not self.enabled or self.num_observations == 0:
+        if not self.is_active:
             return np.ones(len(num_tokens))
-        cell = np.minimum(self._cells.searchsorted(num_tokens), len(self._cells) - 1)
-        return np.exp(self._level + self._deviation[cell])
+        return self.factors_of(self.cells(num_tokens))
+
+    def factor(self, num_tokens: int) -> float:
+        """`factors` of one row count."""
+        if not self.is_active:
+            return 1.0
+        return float(np.exp(self._level + self._deviation.item(self._cell(num_tokens))))
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it changes a price."""
+        return self.enabled and self.num_observations > 0
+
+    def cells(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The cells of these row counts; they never change."""
+        return np.minimum(self._cells.searchsorted(num_tokens), len(self._cells) - 1)
+
+    def factors_of(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`factors` by cell, of a correction that is active."""
+        factors = self._deviation.take(cells)
+        factors += self._level
+        np.exp(factors, out=factors)
+        return factors
 
     def _cell(self, num_tokens: int) -> int:
-        return min(int(self._cells.searchsorted(num_tokens)), len(self._cells) - 1)
+        return min(bisect_left(self._cell_list, num_tokens), len(self._cell_list) - 1)
 
 
 @dataclass(frozen=True)
@@ -292,6 +324,47 @@ class BudgetPrices:
 
     seconds: NDArray[np.float64]  # [max_budget + 1], corrected by measured times
     table_seconds: NDArray[np.float64]  # [max_budget + 1], the table's own
+
+
+@dataclass(frozen=True)
+class BatchPrices:
+    """What a batch's prices are made of; only the correction's factors change from step to step."""
+
+    seconds: NDArray[np.float64]  # [shapes], the table's own, of every shape that may run
+    shape: NDArray[np.int64] | None  # [max_budget + 1], which of them runs each budget; None: its own
+    table_seconds: NDArray[np.float64]  # [max_budget + 1]
+    correction: CostCorrection | None
+    cells: NDArray[np.int64] | None  # [shapes], of the correction
+
+    @classmethod
+    def of(
+        cls,
+        table: CostTable,
+        num_reqs: int,
+        num_free_tokens: int,
+        max_budget: int,
+        tiers: BucketTiers | None,
+        rule: LookupRule,
+        correction: CostCorrection | None,
+    ) -> BatchPrices:
+        """See `price_budgets`."""
+        last = num_free_tokens + max_budget + 1
+        shape = None if tiers is None else tiers.tier_of_tokens[num_free_tokens:last]
+        rows = np.arange(num_free_tokens, last, dtype=np.int64) if tiers is None else tiers.num_tokens
+        seconds = table.step_seconds(num_reqs, rows, rule)
+        table_seconds = seconds if shape is None else seconds[shape]
+        cells = None if correction is None else correction.cells(rows)
+        return cls(seconds, shape, table_seconds, correction, cells)
+
+    def now(self) -> BudgetPrices:
+        """With the correction as it is at this step."""
+        if self.correction is None or self.cells is None or not self.correction.is_active:
+            return BudgetPrices(self.table_seconds, self.table_seconds)
+        corrected = self.correction.factors_of(self.cells)
+        corrected *= self.seconds
+        return BudgetPrices(
+            corrected if self.shape is None else corrected.take(self.shape), self.table_seconds
+        )
 
 
 def price_budgets(
@@ -308,16 +381,7 @@ def price_budgets(
     Budget B verifies num_free_tokens + B rows. With tiers, the tier that holds them is priced, since that is what
     runs; without (nothing is padded), the rows themselves.
     """
-    if tiers is None:
-        rows = np.arange(num_free_tokens, num_free_tokens + max_budget + 1, dtype=np.int64)
-    else:
-        rows = tiers.num_tokens
-    seconds = table.step_seconds(num_reqs, rows, rule)
-    corrected = seconds if correction is None else seconds * correction.factors(rows)
-    if tiers is None:
-        return BudgetPrices(corrected, seconds)
-    tier = tiers.tier_of_tokens[num_free_tokens : num_free_tokens + max_budget + 1]
-    return BudgetPrices(corrected[tier], seconds[tier])
+    return BatchPrices.of(table, num_reqs, num_free_tokens, max_budget, tiers, rule, correction).now()
 
 
 Decoded = TypeVar("Decoded")

@@ -17,20 +17,23 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+_NEVER, _SURELY = np.zeros((), dtype=np.float32), np.ones((), dtype=np.float32)
+
 
 @dataclass(frozen=True)
 class Candidates:
     """Drafts that a budget can buy, best first, and what the step gives without buying any."""
 
-    survivals: NDArray[np.float64]  # [m], falling
+    survivals: NDArray[np.float32]  # [m], falling
     base_tokens: float  # expected tokens of the floors: every request's following token, and its paid drafts
 
     def expected_tokens(self) -> NDArray[np.float64]:
         """tau(B) for B = 0 … m, [m + 1]."""
         tau = np.empty(len(self.survivals) + 1)
         tau[0] = self.base_tokens
-        np.cumsum(self.survivals, out=tau[1:])
-        tau[1:] += self.base_tokens
+        bought = tau[1:]
+        np.add.accumulate(self.survivals, dtype=np.float64, out=bought)
+        bought += self.base_tokens
         return tau
 
 
@@ -45,9 +48,10 @@ def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDAr
     NaN counts as 0 and everything else is clamped into [0, 1]: without that S could rise along a request, and the
     drafts that rank highest would be no prefix.
     """
-    clean: NDArray[np.float32] = np.fmax(confidence, np.float32(0.0))  # takes the number beside a NaN
-    np.minimum(clean, np.float32(1.0), out=clean)
-    clean[~fresh] = 1.0
+    clean: NDArray[np.float32] = np.fmax(confidence, _NEVER)  # takes the number beside a NaN
+    np.minimum(clean, _SURELY, out=clean)
+    if np.count_nonzero(fresh) < len(fresh):
+        clean[~fresh] = 1.0
     np.multiply.accumulate(clean, axis=1, out=clean)
     return clean
 
@@ -59,7 +63,7 @@ def optimism(survival: NDArray[np.float32], fresh: NDArray[np.bool_], caps: NDAr
     Certainty is right for the budget, since it gets a new request's drafts verified. Whether to draft at all is
     another question: under a steady stream of arrivals somebody is always new.
     """
-    num_fresh = int(fresh.sum())
+    num_fresh = int(np.count_nonzero(fresh))
     if num_fresh == 0 or num_fresh == len(fresh):
         return 0.0
     average = float(survival[fresh].sum(dtype=np.float64)) / num_fresh
@@ -79,30 +83,63 @@ def as_average(survival: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDArr
     return result
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Rows that each request of a batch verifies at least and at most, and what follows from that alone.
+
+    Shared by the steps it fits: never written.
+    """
+
+    floors: NDArray[np.int64]  # [R]
+    caps: NDArray[np.int64]  # [R]
+    num_free: int  # rows, the sum of the floors
+    max_budget: int  # drafts above them
+    for_sale: NDArray[np.bool_] | None  # [R, gamma], drafts between floor and cap; None: all
+    paid: NDArray[np.bool_] | None  # [R, gamma], drafts below the floor; None: none
+
+    @classmethod
+    def of(cls, floors: NDArray[np.int64], caps: NDArray[np.int64], gamma: int) -> Lengths:
+        """Draft k is block row k + 1, so the drafts for sale are k = floor - 1 … cap - 2."""
+        before = _drafts_before_row(gamma)
+        paid = before.take(floors, axis=0)
+        for_sale = before.take(caps, axis=0) & ~paid
+        num_free = int(floors.sum())
+        return cls(
+            floors=floors,
+            caps=caps,
+            num_free=num_free,
+            max_budget=int(caps.sum()) - num_free,
+            for_sale=None if for_sale.all() else for_sale,
+            paid=paid if paid.any() else None,
+        )
+
+
 def candidates(
     survival: NDArray[np.float32], floors: NDArray[np.int64], caps: NDArray[np.int64], eps: float
 ) -> Candidates:
+    """`ranked` of these lengths."""
+    return ranked(survival, Lengths.of(floors, caps, survival.shape[1]), eps)
+
+
+def ranked(survival: NDArray[np.float32], lengths: Lengths, eps: float) -> Candidates:
     """What is for sale: block rows from each request's floor up to its cap, as far as they survive at all.
 
-    Draft k is block row k + 1, so the drafts for sale are k = floor - 1 … cap - 2. Those before are in the step
-    anyway and count as its base; SGLang sells both those and the ones past the cap.
+    Those before are in the step anyway and count as its base; SGLang sells both those and the ones past the cap.
     """
-    before = _drafts_before_row(survival.shape[1])
     for_sale = survival >= eps
-    for_sale &= before.take(caps, axis=0)
+    if lengths.for_sale is not None:
+        for_sale &= lengths.for_sale
     base = float(len(survival))
-    if floors.max() > 1:
-        paid = before.take(floors, axis=0)
-        for_sale &= ~paid
-        base += float(survival[paid].sum(dtype=np.float64))
-    ranked = survival[for_sale]
-    ranked.sort()  # in float32, which sorts faster and orders the same
-    return Candidates(ranked[::-1].astype(np.float64), base)
+    if lengths.paid is not None:
+        base += float(survival[lengths.paid].sum(dtype=np.float64))
+    rising = survival[for_sale]
+    rising.sort()
+    return Candidates(rising[::-1], base)
 
 
 def best_budget(tau: NDArray[np.float64], seconds: NDArray[np.float64]) -> int:
     """argmax of tau / seconds over every budget 0 … len(tau) - 1; the first, so the smallest, if several."""
-    return int(np.argmax(tau / seconds[: len(tau)]))
+    return int((tau / seconds[: len(tau)]).argmax())
 
 
 @lru_cache(maxsize=8)

@@ -39,11 +39,11 @@ def decided(name: str, changed: bool, reason: str) -> StageRecord:
 
 
 def full_block_floors(
-    floors: NDArray[np.int64], caps: NDArray[np.int64], keeps_block: NDArray[np.bool_]
+    floors: NDArray[np.int64], caps: NDArray[np.int64], keeps_block: NDArray[np.bool_] | None
 ) -> tuple[NDArray[np.int64], StageRecord]:
     """Who asked for full blocks verifies them; so does a sampled request with a seed, or its output would depend on its
     batch mates."""
-    if not keeps_block.any():
+    if keeps_block is None or not np.count_nonzero(keeps_block):
         return floors, skipped("full blocks", "no request keeps its block")
     raised = np.where(keeps_block, caps, floors)
     return raised, decided("full blocks", bool((raised > floors).any()), "kept")
@@ -52,7 +52,7 @@ def full_block_floors(
 def fairness_floors(
     floors: NDArray[np.int64],
     caps: NDArray[np.int64],
-    num_steps_without_draft: NDArray[np.int64],
+    num_steps_without_draft: NDArray[np.int64] | None,
     min_drafts_every: int,
 ) -> tuple[NDArray[np.int64], StageRecord]:
     """Lets a request verify one draft at least after `min_drafts_every` steps without one; 0 switches it off.
@@ -61,8 +61,8 @@ def fairness_floors(
     """
     if min_drafts_every == 0:
         return floors, skipped("fairness floor", "switched off")
-    waited = num_steps_without_draft >= min_drafts_every
-    if not waited.any():
+    waited = None if num_steps_without_draft is None else num_steps_without_draft >= min_drafts_every
+    if waited is None or not np.count_nonzero(waited):
         return floors, decided("fairness floor", False, "nobody waits")
     raised = np.where(waited, np.minimum(np.maximum(floors, 2), caps), floors)
     changed = bool((raised > floors).any())

@@ -13,16 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost_table import (
+    BatchPrices,
     BudgetPrices,
     CostCorrection,
     CostTable,
     LookupRule,
     PlainStepCosts,
     SpsCostTable,
-    price_budgets,
 )
 from .looks import ONE_TIER, LookCadence, LookRule
-from .objective import Candidates, as_average, best_budget, candidates, fresh_rows, optimism, survivals
+from .objective import (
+    Candidates,
+    Lengths,
+    as_average,
+    best_budget,
+    fresh_rows,
+    optimism,
+    ranked,
+    survivals,
+)
 from .plan_stages import (
     DraftFreeRule,
     DraftFreeState,
@@ -53,7 +62,7 @@ STAGES = (
     "draft-free",
 )
 
-MAX_SHARED_PLANS = 256
+MAX_SHARED_PLANS = 256  # likewise lengths and prices
 _NO_DRAFTS = "nobody can use a draft"
 
 
@@ -103,8 +112,10 @@ class PlanInput:
     relayed: RelayedConfidence | None  # None: nothing old enough was published yet
     generations: NDArray[np.int64]  # [R], of the rows now
     caps: NDArray[np.int64]  # [R], most rows each request can use this step, 1 … W
-    keeps_block: NDArray[np.bool_]  # [R], verifies its full block whatever it costs: seeded, or asked to
-    num_steps_without_draft: NDArray[np.int64]  # [R], drafted steps in a row that verified the anchor alone
+    # [R], verifies its full block whatever it costs: seeded, or asked to. None: nobody does
+    keeps_block: NDArray[np.bool_] | None
+    # [R], drafted steps in a row that verified the anchor alone. None: nobody had `min_drafts_every`
+    num_steps_without_draft: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
@@ -165,10 +176,10 @@ class _Priced:
     prices: BudgetPrices  # of every budget up to the full one
 
     def expected_tokens(self, budget: int) -> float:
-        return float(self.tau[min(budget, len(self.tau) - 1)])
+        return self.tau.item(min(budget, len(self.tau) - 1))
 
     def theta(self, budget: int) -> float:
-        return self.expected_tokens(budget) / float(self.prices.seconds[budget])
+        return self.expected_tokens(budget) / self.prices.seconds.item(budget)
 
 
 class VerifyPlanner:
@@ -203,6 +214,9 @@ class VerifyPlanner:
         self._draft_free = DraftFreeState()
         self._cadence = LookCadence(settings.look_rule)
         self._shared_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
+        self._shared_lengths: dict[bytes, Lengths] = {}  # by caps, where nobody has a floor of its own
+        self._shared_prices: dict[tuple[int, int, int], BatchPrices] = {}  # by requests, free rows, budget
+        self._priced_with: tuple[object, object] = (None, None)  # table and correction
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
@@ -215,6 +229,7 @@ class VerifyPlanner:
         """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
         self.settings = replace(self.settings, max_verify_len=max_verify_len)
         self._shared_plans.clear()
+        self._shared_lengths.clear()
 
     def looks(self, num_reqs: int, num_rows: int) -> bool:
         """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step."""
@@ -239,16 +254,16 @@ class VerifyPlanner:
         """Plans one decode step. Deterministic in its inputs and the planner's own past."""
         settings = self.settings
         num_reqs = len(batch.caps)
-        caps = np.minimum(batch.caps, settings.longest)
-        floors, full_blocks = full_block_floors(np.minimum(caps, settings.floor), caps, batch.keeps_block)
+        usual = self._lengths_of(batch.caps)
+        floors, full_blocks = full_block_floors(usual.floors, usual.caps, batch.keeps_block)
         floors, fairness = fairness_floors(
-            floors, caps, batch.num_steps_without_draft, settings.min_drafts_every
+            floors, usual.caps, batch.num_steps_without_draft, settings.min_drafts_every
         )
-        num_free = int(floors.sum())
-        max_budget = int(caps.sum()) - num_free
+        is_usual = floors is usual.floors
+        lengths = usual if is_usual else Lengths.of(floors, usual.caps, settings.gamma)
         columns = settings.longest - settings.floor
-        pinned, pin = pinned_budget(self.pinned_fraction, num_reqs, columns, max_budget)
-        builder = _Builder(floors, caps, num_free, max_budget, self.grid, [full_blocks, fairness, pin])
+        pinned, pin = pinned_budget(self.pinned_fraction, num_reqs, columns, lengths.max_budget)
+        builder = _Builder(lengths, self.grid, [full_blocks, fairness, pin])
         if pinned is not None:
             return self._without_prices(builder, pinned, "pinned")
         if self.grid is not None and builder.tiers is None:
@@ -256,15 +271,18 @@ class VerifyPlanner:
         if batch.relayed is None:
             return self._without_prices(builder, None, "no confidence old enough")
         fresh = fresh_rows(batch.relayed.generations, batch.generations)
-        builder.num_fresh = int(fresh.sum())
+        builder.num_fresh = int(np.count_nonzero(fresh))
         builder.add(decided("confidence", False, "lagged"))
         survival = survivals(batch.relayed.confidence, fresh)
-        if self._draft_free.active:
-            survival = as_average(survival, fresh)
-        else:
-            builder.optimism = optimism(survival, fresh, caps)
-        ranked = candidates(survival, floors, caps, settings.survival_eps)
-        return self._priced_plan(builder, ranked, num_reqs, bool((batch.keeps_block & (caps > 1)).any()))
+        if builder.num_fresh < num_reqs:  # who is not fresh counts as certain
+            if self._draft_free.active:
+                survival = as_average(survival, fresh)
+            else:
+                builder.optimism = optimism(survival, fresh, lengths.caps)
+        drafts = ranked(survival, lengths, settings.survival_eps)
+        keeps_block = batch.keeps_block
+        keeps = keeps_block is not None and full_blocks.ran and bool((keeps_block & (lengths.caps > 1)).any())
+        return self._priced_plan(builder, drafts, num_reqs, keeps)
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Feeds the correction with what a planned step took; rank 0's time on every rank."""
@@ -274,18 +292,30 @@ class VerifyPlanner:
             num_tokens = plan.verify.num_tokens_run if plan.draft else plan.verify.num_tokens
             correction.observe(num_tokens, priced, measured_seconds)
 
+    def _lengths_of(self, caps: NDArray[np.int64]) -> Lengths:
+        """Where nobody has a floor of its own."""
+        key = caps.tobytes()
+        lengths = self._shared_lengths.get(key)
+        if lengths is None:
+            if len(self._shared_lengths) >= MAX_SHARED_PLANS:
+                self._shared_lengths.clear()
+            caps = np.minimum(caps, self.settings.longest)
+            floors = np.minimum(caps, self.settings.floor)
+            lengths = self._shared_lengths[key] = Lengths.of(floors, caps, self.settings.gamma)
+        return lengths
+
     def _priced_plan(
-        self, builder: _Builder, ranked: Candidates, num_reqs: int, any_keeps_block: bool
+        self, builder: _Builder, drafts: Candidates, num_reqs: int, any_keeps_block: bool
     ) -> Plan:
         """The stages from the small-batch rule on."""
         settings, full = self.settings, builder.max_budget
-        builder.num_candidates = len(ranked.survivals)
+        builder.num_candidates = len(drafts.survivals)
         idle, small_batch = trimming_is_idle(builder.tiers, builder.num_free, full)
         builder.add(small_batch)
         if self.table is None:
             return self._without_prices(builder, full, "no cost table")
         builder.add(decided("table", False, "priced"))
-        priced = self._price(builder, ranked, num_reqs)
+        priced = self._price(builder, drafts, num_reqs)
         budget = full
         if idle:
             for name in ("argmax", "gain guard", "tier fill"):
@@ -300,34 +330,40 @@ class VerifyPlanner:
             budget, fill = tier_fill(budget, builder.num_free, full, builder.tiers)
             builder.add(fill)
         builder.full_theta = full_theta = priced.theta(full)
-        sober = max(priced.expected_tokens(budget) - builder.optimism, float(num_reqs))
-        drafted_seconds = float(priced.prices.seconds[budget])
-        plain = self._draft_free_stage(builder, num_reqs, sober, drafted_seconds, any_keeps_block)
+        tokens, seconds = priced.expected_tokens(budget), priced.prices.seconds.item(budget)
+        sober = max(tokens - builder.optimism, float(num_reqs))
+        plain = self._draft_free_stage(builder, num_reqs, sober, seconds, any_keeps_block)
         if not idle and builder.tiers is not None:
-            best = max(priced.theta(budget), builder.plain_theta or 0.0)
+            best = max(tokens / seconds, builder.plain_theta or 0.0)
             is_drafting = not self._draft_free.active and self._draft_free.evidence == 0.0
             kept_all = budget == full and builder.num_fresh == num_reqs and is_drafting
             self._cadence.found(num_reqs, builder.tiers.num_slots, best / full_theta - 1.0, kept_all)
         if plain is not None:
             return plain
-        builder.expected_tokens = priced.expected_tokens(budget)
-        builder.predicted_step_seconds = float(priced.prices.seconds[budget])
-        builder.table_step_seconds = float(priced.prices.table_seconds[budget])
+        builder.expected_tokens, builder.predicted_step_seconds = tokens, seconds
+        builder.table_step_seconds = priced.prices.table_seconds.item(budget)
         return builder.build(budget)
 
-    def _price(self, builder: _Builder, ranked: Candidates, num_reqs: int) -> _Priced:
-        assert self.table is not None
-        prices = price_budgets(
-            self.table,
-            num_reqs,
-            builder.num_free,
-            builder.max_budget,
-            builder.tiers,
-            self.settings.lookup_rule,
-            self.correction,
-        )
-        tau = ranked.expected_tokens()
+    def _price(self, builder: _Builder, drafts: Candidates, num_reqs: int) -> _Priced:
+        prices = self._prices_of(num_reqs, builder).now()
+        tau = drafts.expected_tokens()
         return _Priced(best_budget(tau, prices.seconds), tau, prices)
+
+    def _prices_of(self, num_reqs: int, builder: _Builder) -> BatchPrices:
+        table, correction = self.table, self.correction
+        assert table is not None
+        if self._priced_with[0] is not table or self._priced_with[1] is not correction:
+            self._priced_with = table, correction
+            self._shared_prices.clear()
+        key = num_reqs, builder.num_free, builder.max_budget
+        prices = self._shared_prices.get(key)
+        if prices is None:
+            if len(self._shared_prices) >= MAX_SHARED_PLANS:
+                self._shared_prices.clear()
+            prices = self._shared_prices[key] = BatchPrices.of(
+                table, *key, builder.tiers, self.settings.lookup_rule, correction
+            )
+        return prices
 
     def _draft_free_stage(
         self,
@@ -351,7 +387,7 @@ class VerifyPlanner:
             return None
         table_seconds = seconds = self.plain_costs.step_seconds(num_reqs)
         if self.plain_correction is not None:
-            seconds *= float(self.plain_correction.factors(np.array([num_reqs]))[0])
+            seconds *= self.plain_correction.factor(num_reqs)
         builder.plain_theta = num_reqs / seconds
         drafted_theta = drafted_tokens / drafted_seconds
         plain, self._draft_free, record = draft_free_choice(
@@ -378,10 +414,7 @@ class VerifyPlanner:
 
     def _make_shared_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
         """A plan that depends on the caps alone, every stage with the same reason."""
-        caps = np.minimum(np.array(cap_list, dtype=np.int64), self.settings.longest)
-        floors = np.minimum(caps, self.settings.floor)
-        num_free = int(floors.sum())
-        builder = _Builder(floors, caps, num_free, int(caps.sum()) - num_free, self.grid, [])
+        builder = _Builder(self._lengths_of(np.array(cap_list, dtype=np.int64)), self.grid, [])
         for name in STAGES:
             is_the_rule = name == "small batch" and reason == ONE_TIER
             builder.add(decided(name, True, reason) if is_the_rule else skipped(name, reason))
@@ -400,19 +433,12 @@ class VerifyPlanner:
 class _Builder:
     """Gathers one plan: the batch's token counts, the stages so far, and the numbers for the record."""
 
-    def __init__(
-        self,
-        floors: NDArray[np.int64],
-        caps: NDArray[np.int64],
-        num_free: int,
-        max_budget: int,
-        grid: TierGrid | None,
-        stages: list[StageRecord],
-    ) -> None:
-        self.floors, self.caps, self.num_free, self.max_budget = floors, caps, num_free, max_budget
-        self.tiers: BucketTiers | None = grid.tiers(len(caps)) if grid is not None else None
-        self._plain_key = grid.plain_key(len(caps)) if grid is not None else None
-        self.stages = stages
+    def __init__(self, lengths: Lengths, grid: TierGrid | None, stages: list[StageRecord]) -> None:
+        self.floors, self.caps = lengths.floors, lengths.caps
+        self.num_free, self.max_budget = lengths.num_free, lengths.max_budget
+        self._grid = grid
+        self.tiers: BucketTiers | None = grid.tiers(len(self.caps)) if grid is not None else None
+        self.stages, self.add = stages, stages.append  # one per name in STAGES, in that order
         self.num_fresh = self.num_candidates = 0
         self.optimism = 0.0
         self.argmax_budget: int | None = None
@@ -421,10 +447,6 @@ class _Builder:
         self.full_theta: float | None = None
         self.plain_theta: float | None = None
         self.table_step_seconds: float | None = None
-
-    def add(self, record: StageRecord) -> None:
-        assert record.name == STAGES[len(self.stages)], record
-        self.stages.append(record)
 
     def build(self, budget: int | None, looks: bool = True) -> Plan:
         num_tokens = self.num_free + (self.max_budget if budget is None else budget)
@@ -438,7 +460,8 @@ class _Builder:
 
     def build_plain(self) -> Plan:
         anchors = np.ones_like(self.caps)
-        verify = VerifyBudget(budget=0, full=True, num_tokens=len(anchors), tier=self._plain_key)
+        key = self._grid.plain_key(len(anchors)) if self._grid is not None else None
+        verify = VerifyBudget(budget=0, full=True, num_tokens=len(anchors), tier=key)
         return Plan(verify, False, True, anchors, anchors, self._record())
 
     def _tier(self, num_tokens: int) -> TierKey | None:

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+RowIndex = Sequence[int] | NDArray[np.int64]  # rows of requests, on the host
+
 LAG = 2  # publications between what is planned with and what is newest
 DEPTH = LAG + 1  # ring slots
 
@@ -91,10 +93,9 @@ class RowGenerations:
         """The row has a new owner (or the same one after retraction)."""
         self._generations[row] += 1
 
-    def of(self, row_list: Sequence[int]) -> NDArray[np.int64]:
+    def of(self, row_list: RowIndex) -> NDArray[np.int64]:
         """Generations of these rows, a copy."""
-        generations: NDArray[np.int64] = self._generations[np.asarray(row_list, dtype=np.int64)]
-        return generations
+        return self._generations.take(np.asarray(row_list, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,14 @@ class ConfidenceRelay:
         self._copies = copies
         self._device_rows = torch.ones(num_rows, gamma, device=device)
         self._ring = [torch.ones(num_rows, gamma, pin_memory=on_cuda) for _ in range(DEPTH)]
+        self._ring_on_host = [slot.numpy() for slot in self._ring]  # the same memory
         self._ring_generations = np.zeros((DEPTH, num_rows), dtype=np.int64)
         self._written_generations = np.zeros(num_rows, dtype=np.int64)
         self._pending: list[PendingCopy] = [_Done()] * DEPTH
         self.num_publications = 0
 
     def publish(
-        self, rows: Tensor, row_list: Sequence[int], confidence: Tensor, generations: NDArray[np.int64]
+        self, rows: Tensor, row_list: RowIndex, confidence: Tensor, generations: NDArray[np.int64]
     ) -> None:
         """Writes a step's confidence and starts its copy. Called once per drafted step, on the forward stream.
 
@@ -147,7 +149,7 @@ class ConfidenceRelay:
         self._ring_generations[slot] = self._written_generations
         self.num_publications += 1
 
-    def resolve(self, row_list: Sequence[int]) -> RelayedConfidence | None:
+    def resolve(self, row_list: RowIndex) -> RelayedConfidence | None:
         """What was published `LAG` publications ago, for these rows; None while there is no such publication.
 
         Waits for the copy. Whether it answers depends on the number of publications alone, which all ranks share.
@@ -158,5 +160,6 @@ class ConfidenceRelay:
         self._pending[slot].wait_on_host()
         index = np.asarray(row_list, dtype=np.int64)
         return RelayedConfidence(
-            confidence=self._ring[slot].numpy()[index], generations=self._ring_generations[slot][index]
+            confidence=self._ring_on_host[slot].take(index, axis=0),
+            generations=self._ring_generations[slot].take(index),
         )

@@ -8,6 +8,7 @@ the same `TierGrid`, so they cannot drift apart (SGLang derived the tier in thre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,13 @@ class BucketTiers:
             raise ValueError(
                 f"{num_tokens} tokens do not fit {self.num_slots} slots: at most {self.max_tokens}"
             )
-        return int(self.num_tokens[self.tier_of_tokens[num_tokens]])
+        return self._rounded[num_tokens]
+
+    @cached_property
+    def _rounded(self) -> list[int]:
+        """By token count: the rows that really run, as Python has them at hand."""
+        rounded: list[int] = self.num_tokens[self.tier_of_tokens].tolist()
+        return rounded
 
     @property
     def max_tokens(self) -> int:
@@ -87,7 +94,7 @@ class TierGrid:
         for bucket in self.buckets:
             self._tiers.append(_bucket_tiers(rule, below, bucket))
             below = bucket
-        self._bucket_index = np.searchsorted(self.buckets, np.arange(rule.max_num_reqs + 1))
+        self._bucket_index = np.searchsorted(self.buckets, np.arange(rule.max_num_reqs + 1)).tolist()
 
     def tiers(self, num_reqs: int) -> BucketTiers | None:
         """The tiers a batch may run on; None past the grid, where a step runs eagerly and unpadded."""
