@@ -9,12 +9,12 @@ the asked ones (#40396, #34036); in the relay's, a reader that does not wait for
 import functools
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flashspark.speculative.cost_table import (
     CostCorrection,

@@ -318,8 +318,7 @@ class CostCorrection:
         return min(bisect_left(self._cell_list, num_tokens), len(self._cell_list) - 1)
 
 
-@dataclass(frozen=True)
-class BudgetPrices:
+class BudgetPrices(msgspec.Struct, frozen=True):
     """What the step costs for every budget 0 … max_budget."""
 
     seconds: NDArray[np.float64]  # [max_budget + 1], corrected by measured times

@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 _NEVER, _SURELY = np.zeros((), dtype=np.float32), np.ones((), dtype=np.float32)
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True):
     """Drafts that a budget can buy, best first, and what the step gives without buying any."""
 
     survivals: NDArray[np.float32]  # [m], falling

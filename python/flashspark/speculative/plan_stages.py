@@ -7,9 +7,10 @@ answer and may replace it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -167,8 +168,7 @@ class DraftFreeRule:
         return max(int(wanted), min(self.try_every_least, self.try_every))
 
 
-@dataclass(frozen=True)
-class DraftFreeState:
+class DraftFreeState(msgspec.Struct, frozen=True):
     """Where the hysteresis stands."""
 
     active: bool = False
@@ -201,7 +201,7 @@ def draft_free_choice(
         going_on = DraftFreeState(True, num_steps=state.num_steps + 1)
         return True, going_on, decided("draft-free", True, "plain decoding wins")
     ended = state.num_apart + 1 >= rule.probe_length
-    probing = DraftFreeState(True) if ended else replace(state, num_apart=state.num_apart + 1)
+    probing = DraftFreeState(True) if ended else msgspec.structs.replace(state, num_apart=state.num_apart + 1)
     return False, probing, decided("draft-free", False, "probe")
 
 
@@ -219,6 +219,10 @@ def _while_drafting(
     is_due = state.num_apart > 0 or num_drafted > rule.steps_to_try(1.0 + gain)
     if is_due and 1.0 + gain >= rule.try_share:
         ended = state.num_apart + 1 >= rule.try_length
-        trying = DraftFreeState() if ended else replace(state, evidence=0.0, num_apart=state.num_apart + 1)
+        trying = (
+            DraftFreeState()
+            if ended
+            else msgspec.structs.replace(state, evidence=0.0, num_apart=state.num_apart + 1)
+        )
         return True, trying, decided("draft-free", True, "trying its price")
     return False, DraftFreeState(num_drafted=num_drafted), decided("draft-free", False, "drafting wins")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,8 +106,7 @@ class PlannerSettings:
         return self.max_verify_len or self.gamma + 1
 
 
-@dataclass(frozen=True)
-class PlanInput:
+class PlanInput(msgspec.Struct, frozen=True):
     """The batch as the planner sees it, host arrays only; replicated on every rank. R requests, at least one."""
 
     relayed: RelayedConfidence | None  # None: nothing old enough was published yet
@@ -118,8 +118,7 @@ class PlanInput:
     num_steps_without_draft: NDArray[np.int64] | None
 
 
-@dataclass(frozen=True)
-class VerifyBudget:
+class VerifyBudget(msgspec.Struct, frozen=True):
     """How much the step verifies, known on the host before it starts.
 
     `budget` None means not planned, which is not 0: nothing planned verifies everything, a budget of 0 the floors.
@@ -136,8 +135,7 @@ class VerifyBudget:
         return self.num_tokens if self.tier is None else self.tier.num_tokens
 
 
-@dataclass(frozen=True)
-class PlanRecord:
+class PlanRecord(msgspec.Struct, frozen=True):
     """Why the plan is what it is: one entry per name in `STAGES`, and the numbers. None where nothing was predicted."""
 
     stages: tuple[StageRecord, ...]
@@ -153,8 +151,7 @@ class PlanRecord:
     lag_steps: int = LAG
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The decision for one step. `floors` and `caps` go to the allocator with the budget."""
 
     verify: VerifyBudget
@@ -167,8 +164,7 @@ class Plan:
     record: PlanRecord
 
 
-@dataclass(frozen=True)
-class _Priced:
+class _Priced(msgspec.Struct, frozen=True):
     """The argmax and what it compared."""
 
     best: int

@@ -8,9 +8,9 @@ three host buffers: one being read, one on its way, one written next. A reader w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -98,8 +98,7 @@ class RowGenerations:
         return self._generations.take(np.asarray(row_list, dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class RelayedConfidence:
+class RelayedConfidence(msgspec.Struct, frozen=True):
     """Confidence of some rows as it was at one publication, and whose it is. The reader owns the arrays."""
 
     confidence: NDArray[np.float32]  # [R, gamma]

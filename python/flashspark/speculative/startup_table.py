@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import msgspec
 import numpy as np
 import torch
 
@@ -181,7 +182,7 @@ class StepTimer:
             return plan
         anchors = np.ones(shape.num_reqs, dtype=np.int64)
         verify = VerifyBudget(0, True, shape.num_reqs, self._grid.plain_key(shape.num_reqs))
-        return replace(plan, verify=verify, draft=False, floors=anchors, caps=anchors)
+        return msgspec.structs.replace(plan, verify=verify, draft=False, floors=anchors, caps=anchors)
 
 
 @dataclass(frozen=True)
