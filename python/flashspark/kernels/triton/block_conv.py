@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .launch import block_size
 
-BLOCK, WARPS = 512, 4  # of a program
+BLOCK, WARPS = 1024, 4  # of a program
 
 
 @triton.jit
