@@ -7,7 +7,7 @@
 
 One engine plays every arm through its live switches, A B … B A …, on the same prompts with as many output tokens, and
 in process with the same draws: sampled tokens are the same too, until the arms verify different numbers of rows. A run
-is closed-loop. It ends when the first client is through with its requests (one, or more where there are few clients:
+is closed-loop. It ends when the first client is through with its requests (one; a single client has
 `--min-requests`), or some seconds after every client has its first token (`seconds_of`). A figure is the median over
 the repeats (`repeats_of`); a ratio is over the first arm of the same repeat, and is told apart into how long a step
 takes and what it commits. Decode tokens/s is what a request decodes per second after its first token × concurrency
@@ -54,7 +54,7 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORKLOADS = ("W1:0", "W1:1", "W2:0")
 ARMS = ("static", "compact", "off", "cap-accept")
 CAP_ACCEPT_AT = (8, 32, 128)  # full blocks with a cutoff are a check, not a way to serve
-# Of an arm that speculates, from 4 clients on, where a run is over with the first client's only request; in at most
+# Of an arm that speculates, from 2 clients on, where a run is over with the first client's only request; in at most
 # MORE_REPEATS times as many repeats.
 MIN_PROMPTS, MORE_REPEATS = 64, 4
 CONTEXT = 1024  # of the shipped pair; longer texts mean nothing to it
@@ -81,8 +81,9 @@ def points_of(options: argparse.Namespace) -> list[Point]:
 
 
 def turns_of(options: argparse.Namespace, concurrency: int) -> int:
-    """Requests that a client sends before the run may end."""
-    turns: int = -(-options.min_requests // concurrency)
+    """Requests that a client sends before the run may end. Several clients one each: a later one's prefill would hold
+    up the others."""
+    turns: int = options.min_requests if concurrency == 1 else 1
     return turns
 
 
@@ -91,16 +92,19 @@ def repeats_of(options: argparse.Namespace, arm: str, concurrency: int) -> int:
     repeats: int = options.repeats
     if arm == "cap-accept":
         return int(concurrency in options.cap_accept_at)
-    if arm == "off" or concurrency < options.min_requests:
+    if arm == "off" or concurrency == 1:
         return repeats
     return max(repeats, min(MORE_REPEATS * repeats, -(-MIN_PROMPTS // concurrency)))
 
 
 def seconds_of(options: argparse.Namespace, arm: str, concurrency: int) -> float:
     """The longest that a run of an arm counts. Few clients need long to get through several prompts; many see many
-    requests in little time, and without drafts one is like the other."""
+    requests in little time, and without drafts one is like the other: half as long will do. Where compact too does
+    without drafts it has to be as long, or its texts, and with them its attention, would be longer."""
     seconds: float = options.seconds_per_run
-    seconds *= 1.5 if concurrency <= 2 else 0.75 if concurrency >= 128 else 1.0
+    if concurrency >= SETTLING_FROM:
+        return 0.75 * seconds
+    seconds *= 1.5 if concurrency == 1 else 1.0
     return seconds / 2 if arm == "off" else seconds
 
 
@@ -208,8 +212,8 @@ class Table:
         return rates
 
     def _run_fixed(self, arm: str, load: Load) -> Run:
-        """Decoding alone is of interest: the prompts' prefill, which the arm before has left, may be lived off."""
-        self._engine.set_state(settings_of(arm))
+        """With prefill of its own: who finds prompts prefilled starts everybody at once, and counts other steps."""
+        self._become(arm)
         return self._engine.run(load)
 
     def _become(self, arm: str) -> None:
@@ -326,7 +330,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="at least; more where runs are short")
     parser.add_argument("--output-tokens", type=int, help="of a request (default: 160; simulated: 256)")
     parser.add_argument("--prompt-tokens", type=int, help="cut and fill prompts to exactly so many")
-    parser.add_argument("--min-requests", type=int, default=4, help="of a run, whatever the concurrency")
+    parser.add_argument("--min-requests", type=int, default=4, help="of a run with a single client")
     parser.add_argument(
         "--seconds-per-run", type=float, default=1.6, help="at most, more or less by the load"
     )

@@ -47,6 +47,7 @@ from flashspark.ipc import GenerateRequest, SamplingParams  # noqa: E402
 from flashspark.scheduler.build import build_scheduler  # noqa: E402
 from flashspark.scheduler.scheduler import Scheduler  # noqa: E402
 from flashspark.scheduler.step_record import StepRecord  # noqa: E402
+from flashspark.speculative.drafter import make_confidence_source  # noqa: E402
 from flashspark.speculative.worker import SpeculativeWorker  # noqa: E402
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -348,16 +349,16 @@ class Breakdown:
                     f"products of {num_rows} rows",
                     lambda n=num_rows: content["products"].append(step_parts.chain(worker, n)),
                 )
-        if worker.gamma:
-            for name, part in (
-                ("plan_and_pack_us", step_parts.plan_and_pack_us),
-                ("estimator_us", step_parts.estimator_us),
-            ):
-                for n in requests:
-                    self._try(
-                        f"{name}, {n} requests",
-                        lambda name=name, part=part, n=n: content[name].update({str(n): part(worker, n)}),
-                    )
+        parts: dict[str, Callable[[SpeculativeWorker, int], Any]]
+        parts = {"plan_and_pack_us": step_parts.plan_and_pack_us} if worker.gamma else {}
+        if make_confidence_source(worker.runner, 1) is not None:
+            parts["estimator_us"] = step_parts.estimator_us
+        for name, part in parts.items():
+            for n in requests:
+                self._try(
+                    f"{name}, {n} requests",
+                    lambda name=name, part=part, n=n: content[name].update({str(n): part(worker, n)}),
+                )
         for name in ("chains", "products", "plan_and_pack_us", "estimator_us"):
             self._show(f"{name}: {json.dumps(content[name])}")
 

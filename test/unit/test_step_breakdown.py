@@ -194,6 +194,12 @@ def test_the_parts_of_a_step(engine, monkeypatch):
     assert estimator["total_us"] == pytest.approx(estimator["predict_us"] + estimator["observe_us"], abs=0.02)
     assert "verify" not in vars(worker.runner)
 
+    monkeypatch.setattr(step_breakdown, "make_confidence_source", lambda *_: None)  # of DFlash's first kind
+    breakdown = breakdown_of(engine, "--requests", "1")
+    breakdown._parts()
+    assert breakdown.content["estimator_us"] == {}
+    assert all("estimator" not in failure for failure in breakdown.content["failures"])
+
 
 def test_a_chain_multiplies_every_layer_and_the_heads(engine, monkeypatch):
     worker, bodies = engine.scheduler._worker, []
