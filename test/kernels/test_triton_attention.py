@@ -264,3 +264,29 @@ def test_shares_of_programs_without_counters_are_refused():
     table = torch.zeros(PROGRAMS + 1, 1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(AssertionError, match="so many programs need no shares"):
         ragged_attention(q, cache, cache, index, ones, None, table, 16, 0.2, 1, 2)
+
+
+def test_prompts_of_all_lengths_are_prefilled_by_few_kernels(monkeypatch):
+    """What a kernel is compiled for: a new one in the middle of serving would hold everybody up for a second."""
+    from flashspark.kernels.triton import paged_attention
+
+    kinds = set()
+
+    class Recorder:
+        def __getitem__(self, grid):
+            assert len(grid) == 3
+            return lambda *args, **kind: kinds.add(tuple(kind.items()))
+
+    monkeypatch.setattr(paged_attention, "_attention_kernel", Recorder())
+    monkeypatch.setattr(paged_attention, "is_interpreted", lambda: False)
+    monkeypatch.setattr(paged_attention, "_shared_bytes", lambda: 227 << 10)
+    cache = torch.zeros(16, 2, 16, dtype=torch.bfloat16)
+    for num_reqs in (1, 2, 3, 7, 32, 200):
+        lens, table = (
+            torch.zeros(num_reqs + 1, dtype=torch.int64),
+            torch.zeros(num_reqs, 64, dtype=torch.int64),
+        )
+        for max_rows in (*range(1, 80), 100, 333, 1000):
+            q = torch.zeros(num_reqs + max_rows, 8, 16, dtype=torch.bfloat16)
+            paged_attention.ragged_attention(q, cache, cache, lens, lens[1:], None, table, 16, 0.25, max_rows)
+    assert 4 <= len(kinds) <= 10

@@ -137,7 +137,9 @@ class ServerArgs:
         2, "0 ids and counts, 1 + sampling, 2 + start of text, 3 + text", maximum=3
     )
     decode_log_interval: int = flag(40, "decode steps per log line", minimum=1)
-    skip_server_warmup: bool = flag(False, "no internal request before ready")
+    skip_server_warmup: bool = flag(
+        False, "no internal request before ready, and on a GPU no trial of kernels"
+    )
     watchdog_timeout: float = flag(300.0, "seconds a step may take before the server ends", minimum=1)
     shutdown_timeout: float = flag(30.0, "seconds running requests get to finish after SIGTERM", minimum=0)
     enable_metrics: bool = flag(False, "Prometheus metrics at /metrics")

@@ -15,6 +15,7 @@ from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.drafter import make_drafter
 from flashspark.speculative.sampling import SamplingRows
 from flashspark.speculative.step_results import runs_ahead
+from flashspark.speculative.warm_up import warm_up
 from flashspark.speculative.worker import SpeculativeWorker
 from flashspark.text.tokenizer import TextTokenizer
 
@@ -83,6 +84,10 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
         decode_log_interval=args.decode_log_interval,
         prefix_cache=not args.disable_radix_cache,
     )
+    if (
+        runs_ahead(runner.device) and not args.skip_server_warmup
+    ):  # its kernels are compiled when first called
+        warm_up(worker, limits.chunked_prefill_size, limits.context_length)
     vocab_size = runner.target.config.vocab_size
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.
     eos_token_ids = [i for i in tokenizer.eos_token_ids if 0 <= i < vocab_size] if tokenizer else []

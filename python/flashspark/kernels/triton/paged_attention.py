@@ -24,6 +24,9 @@ PROGRAMS = 264  # two for each multiprocessor of an H200: with half as many, key
 MANY_PROGRAMS = 384  # beyond, several share a multiprocessor, and smaller ones fill it better
 MAX_SPLITS = 32
 MAX_TILE = 128  # query rows times query heads of a key head
+SMALL_TILE = (
+    8  # rows of prefill up to which a smaller one will do: two sizes, so that few kernels are compiled
+)
 LOG2_E = 1.4426950408889634
 
 
@@ -193,21 +196,21 @@ def _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M: tl.co
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_packed"])
+@triton.jit(do_not_specialize=["num_packed", "num_tiles"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, indptr_ptr, lens_ptr,
-    num_reqs_ptr, table_ptr, num_packed, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
+    num_reqs_ptr, table_ptr, num_packed, num_tiles, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
     scale, PROGRAMMATIC: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr,
-    TILE: tl.constexpr, NUM_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LOCAL_N: tl.constexpr, DOT: tl.constexpr,
 ):
     # fmt: on
     await_previous(PROGRAMMATIC)
-    request = tl.program_id(0) // NUM_TILES
-    tile = tl.program_id(0) % NUM_TILES
+    request = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    num_slots = tl.num_programs(0) // NUM_TILES
+    num_slots = tl.num_programs(0) // num_tiles
     num_reqs = num_slots
     if COUNTED:
         num_reqs = tl.load(num_reqs_ptr).to(tl.int32)
@@ -362,13 +365,16 @@ def _attend(
     )
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1
     group = num_heads // num_kv_heads
+    is_prefill = block_k is None and num_reqs is None  # or a step in a shape of its own: nothing is captured
     tile = min(max_rows, max(1, MAX_TILE // group))
+    if is_prefill:
+        tile = min(SMALL_TILE if max_rows <= SMALL_TILE else MAX_TILE, max(1, MAX_TILE // group))
     num_tiles = triton.cdiv(max_rows, tile)
     block_m = block_size(tile * group, 16)
     num_programs = num_slots * num_tiles * num_kv_heads
     block_n, num_warps, num_stages = _tuning(q.dtype, block_m, num_programs, dim)
     if max_splits is None:
-        max_splits = _num_splits(num_programs, page_table.shape[1] * page_size, block_n)
+        max_splits = _num_splits(num_programs, page_table.shape[1] * page_size, block_n, is_prefill)
     num_partial = num_programs * max_splits * block_m if max_splits > 1 else 0
     acc = torch.empty((num_partial, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((num_partial, 2), dtype=torch.float32, device=q.device)
@@ -380,7 +386,6 @@ def _attend(
         "WINDOW": window,
         "COUNTED": num_reqs is not None,
         "TILE": tile,
-        "NUM_TILES": num_tiles,
         "MAX_SPLITS": max_splits,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -393,7 +398,7 @@ def _attend(
         assert num_programs <= len(done), "so many programs need no shares"
     _attention_kernel[(num_slots * num_tiles, num_kv_heads, max_splits)](
         q, k_cache, v_cache, k, v, out, acc, stats, done, indptr, lens, count, page_table,
-        num_packed, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
+        num_packed, num_tiles, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
         CAUSAL=causal, LOCAL_N=block_size(max_rows, 16) if block_k is not None else 16, DOT=dot_type(q.dtype),
         num_warps=num_warps, num_stages=num_stages, **shape, **launch_options(num_packed),
     )  # fmt: skip
@@ -440,9 +445,11 @@ def _shared_bytes() -> int:
     return int(driver.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
-def _num_splits(num_programs: int, max_keys: int, block_n: int) -> int:
-    """A power of two, so that few kernels are compiled."""
+def _num_splits(num_programs: int, max_keys: int, block_n: int, is_prefill: bool) -> int:
+    """A power of two, so that few kernels are compiled; of four for prefill, whose are compiled before they are needed
+    (`speculative.warm_up`)."""
     if is_interpreted():
         return 1  # programs run one after the other
     wanted = min(MAX_SPLITS, PROGRAMS // num_programs, triton.cdiv(max_keys, 2 * block_n))
-    return block_size(max(1, wanted))
+    splits = block_size(max(1, wanted))
+    return splits >> 1 if is_prefill and splits.bit_length() % 2 == 0 else splits
