@@ -20,7 +20,7 @@ from closed_loop import Load, Seen, Segment, run_load, summarise
 from servers import serve
 
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
-MIN_STEPS = 16  # that count, for a run in process to have figures
+MIN_STEPS = 16  # at full concurrency, for a run in process to have figures
 COUNTERS = (
     *("verify_steps", "verify_tokens", "output_tokens"),
     *("draft_free_steps", "num_steps", "num_retractions"),
@@ -205,9 +205,9 @@ class _Clients:
 
     @property
     def _is_through(self) -> bool:
-        wanted = self._load.requests_per_client
-        enough = self._num_full_steps >= MIN_STEPS + self._load.settling_steps
-        return enough and max(map(len, self._ended)) >= wanted
+        """Not later than it must be: the next request of whoever is through is prefilled, which all others wait for."""
+        enough = self._num_full_steps >= max(MIN_STEPS, self._load.settling_steps + 1)
+        return enough and max(map(len, self._ended)) >= self._load.requests_per_client
 
     def _send(self, client: int) -> None:
         from flashspark.ipc import GenerateRequest, SamplingParams

@@ -171,8 +171,6 @@ def products() -> str:
         steps = {(c["mode"], c["num_reqs"]): c["step_ms"] for c in content.get("cells", ())}
         chains = [*content.get("chains", ()), *(content.get("products", ()) if name == STEPS else ())]
         for chain in chains:
-            if "cublas_ms" not in chain:  # a file of before cuBLAS was measured beside them
-                continue
             mode = chain.get("mode")
             step = steps.get((mode, chain.get("num_reqs")))
             times = [chain[f"{way}_ms"] for way in ("chosen", "same_layout", "cublas")]

@@ -137,6 +137,14 @@ def test_a_run_counts_from_when_it_has_settled(monkeypatch):
     assert run.committed == [[4, 4]] * 20
 
 
+def test_settling_does_not_make_a_run_longer_than_its_first_client():
+    scheduler = ScriptedScheduler([4, 2])
+    run = play(scheduler, requests_per_client=1, max_new_tokens=80, settling_steps=8)
+    assert scheduler.num_steps == 20 and run.counts["num_steps"] == 11
+    play(scheduler := ScriptedScheduler([4, 2]), requests_per_client=1, max_new_tokens=8, settling_steps=30)
+    assert scheduler.num_steps == 32
+
+
 def test_a_run_is_cut_off_after_its_seconds(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(engines.time, "perf_counter", lambda: float(next(clock)))
