@@ -204,7 +204,7 @@ class Cases:
                 call()
                 return call
             args = indptr, kv_lens, None, table, g.page_size, g.head_dim**-0.5, max(*lens, g.width)
-            return partial(ragged_attention, q, *caches, *args)
+            return partial(ragged_attention, q, *caches, *args, is_prefill=max(lens) > g.width)
 
         keys = num_reqs * g.kv_len * g.num_kv_heads * g.head_dim * 2 * self._size
         rows = num_rows * g.num_heads * g.head_dim * 2 * self._size

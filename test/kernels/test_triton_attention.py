@@ -5,7 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from flashspark.attention.interface import RaggedQueries
 from flashspark.attention.registry import make_backend
+from flashspark.speculative.warm_up import PREFILLS
 from paged import Pages
 from parity import DEVICE, DTYPES, NEEDS_TRITON, TOLERANCE, assert_close, integers, randn
 
@@ -266,27 +268,60 @@ def test_shares_of_programs_without_counters_are_refused():
         ragged_attention(q, cache, cache, index, ones, None, table, 16, 0.2, 1, 2)
 
 
-def test_prompts_of_all_lengths_are_prefilled_by_few_kernels(monkeypatch):
-    """What a kernel is compiled for: a new one in the middle of serving would hold everybody up for a second."""
-    from flashspark.kernels.triton import paged_attention
+@pytest.fixture
+def kernels(monkeypatch):
+    """What attention kernels are compiled for as on a GPU, by the calls of a test; none is launched."""
+    from flashspark.kernels.triton import launch, paged_attention
 
-    kinds = set()
+    found = []
 
     class Recorder:
         def __getitem__(self, grid):
             assert len(grid) == 3
-            return lambda *args, **kind: kinds.add(tuple(kind.items()))
+            return lambda *args, **kind: found.append(kind)
 
     monkeypatch.setattr(paged_attention, "_attention_kernel", Recorder())
     monkeypatch.setattr(paged_attention, "is_interpreted", lambda: False)
     monkeypatch.setattr(paged_attention, "_shared_bytes", lambda: 227 << 10)
-    cache = torch.zeros(16, 2, 16, dtype=torch.bfloat16)
-    for num_reqs in (1, 2, 3, 7, 32, 200):
-        lens, table = (
-            torch.zeros(num_reqs + 1, dtype=torch.int64),
-            torch.zeros(num_reqs, 64, dtype=torch.int64),
-        )
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "can_launch_early", lambda: True)
+    return found
+
+
+def call_backend(num_reqs, max_rows, num_rows, host_lens=None):
+    """Attention of Qwen3's heads over contexts of up to 8,192 keys."""
+    cache = torch.zeros(16, 8, 16, dtype=torch.bfloat16)
+    lens, table = (
+        torch.zeros(num_reqs + 1, dtype=torch.int64),
+        torch.zeros(num_reqs, 512, dtype=torch.int64),
+    )
+    q = torch.zeros(num_rows, 32, 16, dtype=torch.bfloat16)
+    queries = RaggedQueries(lens, lens, lens, lens[1:], table, 16, max_rows, host_lens=host_lens)
+    make_backend("triton", "cuda").ragged(q, cache, cache, queries, 0.25)
+
+
+def test_prompts_of_all_lengths_are_prefilled_by_few_kernels(kernels):
+    """All of them tried at start-up: a new one in the middle of serving would hold everybody up for a second."""
+
+    def compiled_for(num_reqs, max_rows, num_rows):
+        kernels.clear()
+        call_backend(num_reqs, max_rows, num_rows, ([max_rows] * num_reqs,) * 2)
+        return tuple(kernels[0].items())
+
+    tried = {compiled_for(n, rows, n * rows) for n, rows in PREFILLS}
+    needed = set()
+    for num_reqs in (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 32, 48, 49, 200):
         for max_rows in (*range(1, 80), 100, 333, 1000):
-            q = torch.zeros(num_reqs + max_rows, 8, 16, dtype=torch.bfloat16)
-            paged_attention.ragged_attention(q, cache, cache, lens, lens[1:], None, table, 16, 0.25, max_rows)
-    assert 4 <= len(kinds) <= 10
+            for num_rows in {num_reqs - 1 + max_rows, min(num_reqs * max_rows, 8192)}:
+                needed.add(compiled_for(num_reqs, max_rows, num_rows))
+    assert needed == tried
+    assert len(tried) == 10
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "width", "rows", "splits"), [(1, 1, 16, 32), (4, 8, 32, 8), (16, 8, 32, 2), (16, 16, 64, 2)]
+)
+def test_verify_windows_get_tiles_of_their_own_width(kernels, num_reqs, width, rows, splits):
+    """Captured steps have few widths: none is run in a larger tile, or fewer shares, for prefill's sake."""
+    call_backend(num_reqs, width, num_reqs * width)
+    assert [(k["TILE"], k["BLOCK_M"], k["MAX_SPLITS"]) for k in kernels] == [(width, rows, splits)]

@@ -54,6 +54,8 @@ def test_nothing_is_as_it_would_not_have_been(folders, drafts, draft, pieces, mo
         (1, 4),
         (1, 40),
         (1, 99),
+        (2, 8),
+        (4, 1),
         (4, 4),
         (16, 4),
         (32, 4),

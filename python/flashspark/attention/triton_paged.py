@@ -44,6 +44,7 @@ class TritonBackend:
             queries.page_size,
             scale,
             queries.max_rows or q.shape[0],
+            is_prefill=queries.host_lens is not None,
         )
 
     def block(

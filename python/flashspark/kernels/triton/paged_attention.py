@@ -284,6 +284,7 @@ def ragged_attention(
     scale: float,
     max_rows: int,
     max_splits: int | None = None,
+    is_prefill: bool = False,
 ) -> Tensor:
     """Causal attention, bottom-right aligned, of packed rows over their requests' pages.
 
@@ -293,13 +294,14 @@ def ragged_attention(
         num_reqs: how many of the R slots are there, an integer tensor of one element on the device; None: all.
         max_rows: no request has more rows.
         max_splits: None: as many as it takes to fill the device.
+        is_prefill: `max_rows` may be anything from one call to the next, and few kernels are to serve them all.
 
     Returns:
         [M, Hq, D]; rows of nobody are zero.
     """
     return _attend(
         q, k_cache, v_cache, None, None, qo_indptr, kv_lens, num_reqs, page_table, page_size, scale, max_rows, True, 0,
-        max_splits,
+        max_splits, is_prefill,
     )  # fmt: skip
 
 
@@ -353,6 +355,7 @@ def _attend(
     causal: bool,
     window: int,
     max_splits: int | None,
+    is_prefill: bool = False,
 ) -> Tensor:
     num_packed, num_heads, dim = q.shape
     num_slots, num_kv_heads = page_table.shape[0], k_cache.shape[1]
@@ -365,7 +368,6 @@ def _attend(
     )
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1
     group = num_heads // num_kv_heads
-    is_prefill = block_k is None and num_reqs is None  # or a step in a shape of its own: nothing is captured
     tile = min(max_rows, max(1, MAX_TILE // group))
     if is_prefill:
         tile = min(SMALL_TILE if max_rows <= SMALL_TILE else MAX_TILE, max(1, MAX_TILE // group))
