@@ -134,13 +134,13 @@ def verify_attention(dtype: torch.dtype) -> None:
 
 
 def prefill_attention(dtype: torch.dtype) -> None:
-    """Several tiles of rows."""
-    count = PAGE_SIZE * PAGES_PER_REQ - 1
-    q = randn(count, 8, 64, dtype=dtype)
-    indptr, lens = integers([0, count]), integers([count + 1])
-    ragged_attention(
-        q, *caches(2, 64, dtype), indptr, lens, None, pages()[-1:].clone(), PAGE_SIZE, 0.2, count
-    )
+    """Several tiles of rows, and fewer rows than a tile has."""
+    for count in (PAGE_SIZE * PAGES_PER_REQ - 1, 3):
+        q = randn(count, 8, 64, dtype=dtype)
+        indptr, lens = integers([0, count]), integers([count + 1])
+        k, v = caches(2, 64, dtype)
+        table = pages()[-1:].clone()
+        ragged_attention(q, k, v, indptr, lens, None, table, PAGE_SIZE, 0.2, count, is_prefill=True)
 
 
 def draft_attention(dtype: torch.dtype) -> None:

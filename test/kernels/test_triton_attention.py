@@ -37,7 +37,7 @@ def written_slots(pages, lens):
     return torch.cat([pages.slots(r, torch.arange(n)) for r, n in lens])
 
 
-def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None):
+def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None, is_prefill=False):
     from flashspark.kernels.triton.paged_attention import ragged_attention
 
     queries = on_device(queries)
@@ -53,6 +53,7 @@ def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None):
         0.2,
         max_rows,
         splits,
+        is_prefill,
     )
 
 
@@ -109,15 +110,18 @@ def test_shares_of_the_keys_and_page_sizes(page_size, splits):
     assert_attention_close(got, native("ragged", q, k.nan_to_num(), v.nan_to_num(), queries, 0.2))
 
 
-def test_prefill_chunks_of_many_tiles():
-    """More rows than fit in one tile: from the start of a prompt, and in its middle."""
-    spans = [(0, 0, 70), (1, 40, 33)]
+@pytest.mark.parametrize(
+    "spans", [[(0, 0, 70), (1, 40, 33)], [(0, 0, 1), (1, 40, 3)], [(0, 3, 8), (1, 60, 13)]], ids=str
+)
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_prefill_chunks(spans, is_prefill):
+    """More rows than fit in one tile, and fewer than a tile of prefill has; from a prompt's start, and its middle."""
     pages = Pages(2, 80, page_size=16)
-    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(0, 70), (1, 73)]))
-    queries = pages.ragged(spans)
-    q = randn(103, 4, 16)
+    k, v = caches(pages, 1, 16, torch.float32, written_slots(pages, [(r, s + n) for r, s, n in spans]))
+    queries, rows = pages.ragged(spans), [n for _, _, n in spans]
+    q = randn(sum(rows), 4, 16)
     for splits in (1, 2):
-        got = triton_ragged(q, k, v, queries, 70, splits)
+        got = triton_ragged(q, k, v, queries, max(rows), splits, is_prefill=is_prefill)
         assert_attention_close(got, native("ragged", q, k.nan_to_num(), v.nan_to_num(), queries, 0.2))
 
 
