@@ -23,8 +23,9 @@ from flashspark.attention.registry import make_backend
 from flashspark.attention.torch_native import TorchNativeBackend
 from flashspark.engine import build
 from flashspark.engine.build import EngineOptions
+from flashspark.engine.graph_runner import EagerRunner
 from flashspark.engine.model_runner import PrefillChunk
-from flashspark.scheduler.graph_build import check_backends
+from flashspark.scheduler import graph_build
 from harness import Harness, Job, count_excused
 from paged import Pages
 from tiny_models import write_dflash2, write_target
@@ -257,11 +258,16 @@ def test_parts_that_it_cannot_do_are_refused(folders, installed, args, words):
         Harness(*folders, device="cpu", speculative_cost_table="none", **args)
 
 
-def test_it_cannot_be_captured():
-    runner = SimpleNamespace(draft=None, verify_backend=BACKEND)
-    with pytest.raises(ValueError, match=r"^--attention-backend flashinfer cannot be captured.*"
+@pytest.mark.parametrize("decode", [None, "flashinfer"])
+def test_it_cannot_be_captured(monkeypatch, decode):
+    """Refused by the flag that asked for it."""
+    monkeypatch.setattr(graph_build, "make_step_runner", lambda device, captures: EagerRunner())
+    args = SimpleNamespace(disable_cuda_graph=False, decode_attention_backend=decode)
+    runner = SimpleNamespace(draft=None, verify_backend=BACKEND, device=torch.device("cuda"))
+    flag = "--attention-backend" if decode is None else "--decode-attention-backend"
+    with pytest.raises(ValueError, match=rf"^{flag} flashinfer cannot be captured.*"
                                          r"--decode-attention-backend triton\), or --disable-cuda-graph$"):  # fmt: skip
-        check_backends(runner)
+        graph_build.build_graphs(args, SimpleNamespace(runner=runner), None, None, None)
 
 
 def test_types_and_heads_that_it_cannot_run_are_refused(folders, monkeypatch):

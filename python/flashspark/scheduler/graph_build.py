@@ -60,13 +60,13 @@ def accept_rule(mode: VerifyMode, width: int) -> AcceptRule:
     return AcceptRule(length - 1.0)
 
 
-def check_backends(runner: ModelRunner) -> None:
-    """Whether steps on the runner's attention backends can be captured.
+def check_backends(runner: ModelRunner, decode_flag: str = "--attention-backend") -> None:
+    """Whether steps on the runner's attention backends can be captured. `decode_flag` asked for that of decode steps.
 
     Raises:
         ValueError: one cannot; which, and the remedy.
     """
-    backends = {"--attention-backend": runner.verify_backend}
+    backends = {decode_flag: runner.verify_backend}
     if runner.draft is not None:
         backends["--speculative-draft-attention-backend"] = runner.draft_backend
     for flag, backend in backends.items():
@@ -93,7 +93,9 @@ def build_graphs(
     if runner is None:
         return None
     if captures:
-        check_backends(engine.runner)
+        check_backends(
+            engine.runner, f"--{'decode-' if args.decode_attention_backend else ''}attention-backend"
+        )
     eps = PlannerSettings(worker.gamma).survival_eps if worker.gamma else 0.0
     graphs = StepGraphs(
         engine.runner, worker.sampling, worker.drafter, source, grid, eps, runner, worker.rule
