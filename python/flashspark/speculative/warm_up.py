@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 # Prompts and tokens of each: by both, prefill attention has tiles of rows and shares of keys of different sizes, and by
 # their product it is launched early.
-PREFILLS = ((1, 4), (2, 8), (4, 1), (4, 4), (16, 4), (32, 4), (64, 4), (1, 40), (1, 200), (16, 40))
+PREFILLS = (
+    *((1, 4), (2, 8), (4, 1), (4, 4), (16, 4), (32, 4), (64, 4)),
+    *((1, 40), (1, 100), (1, 200), (16, 40)),
+)
 # One of each kind that is judged by kernels of its own.
 KINDS = (
     RowSampling(seed=1, temperature=1.0),
