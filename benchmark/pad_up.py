@@ -58,7 +58,8 @@ from flashspark.scheduler.build import build_scheduler  # noqa: E402
 from flashspark.speculative.cost_table import LookupRule, SpsCostTable  # noqa: E402
 from flashspark.speculative.drafter import make_scratch_source  # noqa: E402
 from flashspark.speculative.objective import best_budget, candidates, fresh_rows, survivals  # noqa: E402
-from flashspark.speculative.planner import PlanInput, PlannerSettings, VerifyPlanner  # noqa: E402
+from flashspark.speculative.planner import VerifyPlanner  # noqa: E402
+from flashspark.speculative.planner_input import PlanInput, PlannerSettings  # noqa: E402
 from flashspark.speculative.startup_table import Shape, StepTimer  # noqa: E402
 from flashspark.speculative.table_fit import pool_adjacent  # noqa: E402
 from flashspark.speculative.tiers import TierGrid, TierRule, filled_budget  # noqa: E402

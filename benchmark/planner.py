@@ -5,7 +5,7 @@
 Every step sees other confidence and other requests that are not fresh, as in serving. One CPU core. Wall time is
 what counts on an idle machine; CPU time is what planning costs whatever else runs. `--cold` times the whole of
 `AdaptiveVerifier.plan`, relay included, and `observe_step`, with the caches of the CPU emptied before each, as a step's
-other work does: 8, 32 and 128 requests.
+other work does: 8, 32 and 128 requests, drafting and where plain steps win.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from flashspark.speculative.cost_table import (
 )
 from flashspark.speculative.estimator import AcceptanceEstimator
 from flashspark.speculative.looks import LookRule
-from flashspark.speculative.planner import PlanInput, PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import VerifyPlanner
+from flashspark.speculative.planner_input import PlanInput, PlannerSettings
 from flashspark.speculative.relay import RelayedConfidence
 from flashspark.speculative.tiers import TierGrid, TierRule
 
@@ -41,8 +42,8 @@ COLD_NUM_REQS = (8, 32, 128)
 CACHE_BYTES = 32 << 20  # what is touched between two plans
 
 
-def make_planner(num_reqs: int, gamma: int, table_kind: str) -> VerifyPlanner:
-    """A planner with everything switched on: grid, correction, plain costs."""
+def make_planner(num_reqs: int, gamma: int, table_kind: str, plain_seconds: float = 3.9e-3) -> VerifyPlanner:
+    """A planner with everything switched on: grid, correction, plain costs (of one request)."""
     width = gamma + 1
     grid = TierGrid(TierRule(width=width, max_num_reqs=num_reqs, finest_reqs=8, finest_tokens=8))
     rows = tuple(range(width, num_reqs * width + 1, width))
@@ -54,7 +55,7 @@ def make_planner(num_reqs: int, gamma: int, table_kind: str) -> VerifyPlanner:
         table = SpsAdditiveCostTable(
             4e-3, (1, num_reqs + 1), (0.0, 1e-3), (0, *rows), (0.0, *(8e-6 * m for m in rows))
         )
-    plain = PlainStepCosts((1, num_reqs + 1), (3.9e-3, 5e-3))
+    plain = PlainStepCosts((1, num_reqs + 1), (plain_seconds, plain_seconds + 1.1e-3))
     settings = PlannerSettings(gamma=gamma, min_drafts_every=16, look_rule=LookRule(1, 1, 1))
     return VerifyPlanner(settings, table, grid, plain, CostCorrection(grid.row_counts()))
 
@@ -115,9 +116,11 @@ def measure(num_reqs: int, gamma: int, num_steps: int, table_kind: str) -> dict[
     }
 
 
-def measure_cold(num_reqs: int, gamma: int, num_steps: int, table_kind: str) -> dict[str, float | str | int]:
-    """Times `AdaptiveVerifier.plan` and `observe_step` in a loop that publishes other confidence at every step."""
-    planner, batches = make_planner(256, gamma, table_kind), make_batches(num_reqs, gamma, steady=True)
+def measure_cold(num_reqs: int, gamma: int, num_steps: int, plain_wins: bool) -> dict[str, float | str | int]:
+    """Times `AdaptiveVerifier.plan` and `observe_step` in a loop that publishes other confidence at every drafted
+    step."""
+    planner = make_planner(256, gamma, "2-D", 1e-4 if plain_wins else 3.9e-3)
+    batches = make_batches(num_reqs, gamma, steady=True)
     source = AcceptanceEstimator(256, gamma, torch.device("cpu"))
     source.num_refits = 100  # ready
     verifier = AdaptiveVerifier(VerifyMode.COMPACT, planner, source, 256, torch.device("cpu"))
@@ -125,11 +128,12 @@ def measure_cold(num_reqs: int, gamma: int, num_steps: int, table_kind: str) -> 
     rows, evicted = torch.tensor(row_list), np.zeros(CACHE_BYTES, dtype=np.uint8)
     for row in row_list:
         verifier._generations.renew(row)
-    times_ms = np.empty((2, num_steps))
+    times_ms, drafts, num_drafted = np.empty((2, num_steps)), True, 0
     for step in range(-NUM_BATCHES, num_steps):
         batch = batches[step % NUM_BATCHES]
         assert batch.relayed is not None
-        verifier.relay(rows, row_list, torch.from_numpy(batch.relayed.confidence))
+        if drafts:
+            verifier.relay(rows, row_list, torch.from_numpy(batch.relayed.confidence))
         lists = [batch.caps.tolist(), batch.keeps_block.tolist(), batch.num_steps_without_draft.tolist()]
         evicted += 1
         started = time.perf_counter()
@@ -138,14 +142,16 @@ def measure_cold(num_reqs: int, gamma: int, num_steps: int, table_kind: str) -> 
         evicted += 1
         observing = time.perf_counter()
         verifier.observe_step(plan, 5e-3)
+        drafts = plan.draft
+        num_drafted += drafts and step >= 0
         if step >= 0:
             times_ms[:, step] = (planned - started) * 1e3, (time.perf_counter() - observing) * 1e3
     medians = np.median(times_ms, axis=1)
     return {
-        "table": table_kind,
         "num_reqs": num_reqs,
         "gamma": gamma,
         "num_steps": num_steps,
+        "num_drafted": num_drafted,
         "cold_median_ms": round(float(medians[0]), 4),
         "cold_p99_ms": round(float(np.percentile(times_ms[0], 99)), 4),
         "cold_observe_median_ms": round(float(medians[1]), 4),
@@ -161,10 +167,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.cold:
-        results = [measure_cold(n, args.gamma, args.steps, "2-D") for n in COLD_NUM_REQS]
+        results = [
+            measure_cold(n, args.gamma, args.steps, wins) for wins in (False, True) for n in COLD_NUM_REQS
+        ]
         for result in results:
             print(
-                f"{result['num_reqs']} × {args.gamma}, cold: median {result['cold_median_ms']:.3f} ms, "
+                f"{result['num_reqs']} × {args.gamma}, {result['num_drafted']} of {args.steps} steps drafted, cold: "
+                f"median {result['cold_median_ms']:.3f} ms, "
                 f"p99 {result['cold_p99_ms']:.3f} ms; the step's time taken in: "
                 f"{result['cold_observe_median_ms']:.3f} ms"
             )

@@ -33,7 +33,8 @@ from flashspark.scheduler.request import Request
 from flashspark.scheduler.scheduler import Scheduler
 from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.drafter import make_confidence_source
-from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import VerifyPlanner
+from flashspark.speculative.planner_input import PlannerSettings
 from flashspark.speculative.types import DraftBlock
 from flashspark.text.tokenizer import TextTokenizer
 

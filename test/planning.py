@@ -3,7 +3,8 @@
 import numpy as np
 
 from flashspark.speculative.cost_table import SpsCostTable
-from flashspark.speculative.planner import STAGES, PlanInput, PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import STAGES, VerifyPlanner
+from flashspark.speculative.planner_input import PlanInput, PlannerSettings
 from flashspark.speculative.relay import RelayedConfidence
 from flashspark.speculative.tiers import TierGrid, TierRule
 

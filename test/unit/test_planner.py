@@ -27,7 +27,8 @@ from flashspark.speculative.cost_table import (
 from flashspark.speculative.looks import LookCadence, LookRule
 from flashspark.speculative.objective import best_budget, candidates, survivals
 from flashspark.speculative.plan_stages import DraftFreeRule
-from flashspark.speculative.planner import STAGES, PlanInput, PlannerSettings
+from flashspark.speculative.planner import STAGES
+from flashspark.speculative.planner_input import PlanInput, PlannerSettings
 from flashspark.speculative.relay import RelayedConfidence
 from flashspark.speculative.tiers import TierGrid, TierKey, TierRule
 from planning import CONFIDENCE, GRID, TABLE, full, plan_input, planner_of, stage
@@ -578,6 +579,52 @@ def test_a_planner_that_keeps_lengths_and_prices_plans_bit_for_bit_like_a_new_on
                 (plan.verify.num_tokens_run, plan.record.table_step_seconds, float(rng.uniform(0.002, 0.03)))
             )
             kept.observe_step(plan, times[-1][-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), leave_gain=st.sampled_from([0.0, 0.04]), has_grid=st.booleans())
+def test_the_same_batch_again_is_planned_like_an_equal_one(seed, leave_gain, has_grid):
+    """What draft-free steps repeat, with everything that may change between two of them."""
+    rng = np.random.default_rng(seed)
+    rule = DraftFreeRule(leave_gain=leave_gain, patience=1, probe_every=3, probe_every_most=5, try_every=9)
+    planners = [
+        planner_of(
+            correction=CostCorrection(np.arange(3, 40, 3), rate=0.2),
+            plain_correction=CostCorrection(np.arange(1, 7), rate=0.2),
+            plain_costs=PlainStepCosts((1,), (0.004,)),
+            grid=GRID if has_grid else None,
+            draft_free=rule,
+            min_drafts_every=4,
+        )
+        for _ in range(2)
+    ]
+    batch = None
+    for _ in range(60):
+        if batch is None or rng.random() < 0.15:
+            batch = plan_input(
+                rng.random((3, 3), dtype=np.float32),
+                stale=np.flatnonzero(rng.random(3) < 0.2),
+                caps=rng.integers(1, 5, 3),
+                keeps_block=np.flatnonzero(rng.random(3) < 0.05),
+            )
+        change = rng.random()
+        seconds, longest = float(rng.uniform(0.003, 0.02)), int(rng.integers(1, 5))
+        plans = []
+        for planner, given_batch in zip(planners, (batch, replace(batch)), strict=True):
+            if change < 0.03:
+                planner.limit(longest)
+            elif change < 0.06:
+                planner.table = planner.table.scaled(seconds / 0.01)
+            elif change < 0.08:
+                planner.pin(0.5)
+            elif change < 0.2:
+                planner.pinned_fraction = None
+            plans.append(planner.plan(given_batch))
+            planner.observe_step(plans[-1], seconds)
+        again, expected = plans
+        assert (again.verify, again.draft, again.record) == (expected.verify, expected.draft, expected.record)
+        assert again.floors.tolist() == expected.floors.tolist()
+        assert again.caps.tolist() == expected.caps.tolist()
 
 
 def test_a_table_or_a_correction_that_is_exchanged_is_what_counts():

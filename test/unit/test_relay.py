@@ -1,14 +1,18 @@
 """The relay under a fake event clock: copies end when the test says so, and plans never depend on when that is."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashspark.speculative.adaptive import AdaptiveVerifier, VerifyMode
 from flashspark.speculative.cost_table import SpsCostTable
 from flashspark.speculative.objective import fresh_rows
-from flashspark.speculative.planner import PlanInput, PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import VerifyPlanner
+from flashspark.speculative.planner_input import PlanInput, PlannerSettings
 from flashspark.speculative.relay import ConfidenceRelay, ImmediateCopies, RowGenerations
 from flashspark.speculative.tiers import TierGrid, TierRule
 
@@ -194,6 +198,52 @@ def test_ranks_with_different_clocks_plan_alike_and_so_do_overlap_and_none(seed,
     random = plans(run(trace, FakeCopies(), lambda: data.draw(st.integers(0, 3))))
     assert on_time == late == random
     assert [budget is None for budget, _ in on_time] == [True, True] + [False] * 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), every=st.sampled_from([0, 4]))
+def test_what_the_verifier_keeps_between_steps_is_what_a_relay_asked_anew_says(seed, every):
+    rng = np.random.default_rng(seed)
+    source = SimpleNamespace(gamma=GAMMA, is_ready=True, assign=lambda *args, **kwargs: None)
+    asked = []
+    planner = SimpleNamespace(
+        settings=PlannerSettings(gamma=GAMMA, min_drafts_every=every),
+        looks=lambda num_reqs, num_rows: True,
+        plan=lambda batch: asked.append(batch) or SimpleNamespace(draft=True),
+    )
+    verifier = AdaptiveVerifier(VerifyMode.COMPACT, planner, source, NUM_ROWS, CPU)
+    relay, generations = ConfidenceRelay(NUM_ROWS, GAMMA, CPU), RowGenerations(NUM_ROWS)
+    rows, caps = [0, 1, 2], [4, 4, 4]
+    for _ in range(60):
+        if rng.random() < 0.1:
+            rows = rng.permutation(NUM_ROWS)[: len(rows)].tolist()
+        if rng.random() < 0.1:
+            caps = rng.integers(2, GAMMA + 2, len(rows)).tolist()
+        if rng.random() < 0.1:
+            row = int(rng.choice(rows))
+            verifier.assign(row, None, speculates=True)
+            generations.renew(row)
+        source.is_ready = rng.random() < 0.9
+        keeps, waited = (rng.random(3) < 0.03).tolist(), rng.integers(0, 5, 3).tolist()
+        verifier.plan(list(rows), list(caps), keeps, waited)
+        expected, got = relay.resolve(rows) if source.is_ready else None, asked[-1]
+        assert got.generations.tolist() == generations.of(rows).tolist() and got.caps.tolist() == caps
+        assert (got.relayed is None) == (expected is None)
+        if expected is not None:
+            assert got.relayed.confidence.tolist() == expected.confidence.tolist()
+            assert got.relayed.generations.tolist() == expected.generations.tolist()
+        assert (None if got.keeps_block is None else got.keeps_block.tolist()) == (
+            keeps if any(keeps) else None
+        )
+        assert (got.num_steps_without_draft is None) == (every == 0 or max(waited) < 4)
+        if rng.random() < 0.4:
+            confidence = torch.from_numpy(rng.random((3, GAMMA), dtype=np.float32))
+            verifier.relay(torch.tensor(rows), list(rows), confidence)
+            relay.publish(torch.tensor(rows), rows, confidence, generations.of(rows))
+    source.is_ready = True
+    for _ in range(2):
+        verifier.plan(rows, caps, [False] * 3, [0] * 3)
+    assert asked[-1] is asked[-2]
 
 
 @pytest.mark.gpu

@@ -32,7 +32,8 @@ from flashspark.speculative.cost_table import (
 )
 from flashspark.speculative.drafter import has_confidence_head, make_confidence_source, make_scratch_source
 from flashspark.speculative.looks import LookRule
-from flashspark.speculative.planner import PlannerSettings, VerifyPlanner
+from flashspark.speculative.planner import VerifyPlanner
+from flashspark.speculative.planner_input import PlannerSettings
 from flashspark.speculative.startup_table import (
     BUDGET_SECONDS,
     CONTEXT_TOKENS,

@@ -15,7 +15,7 @@ from flashspark.engine.model_runner import ModelRunner
 from flashspark.speculative.accept import AcceptRule
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.confidence import ConfidenceSource
-from flashspark.speculative.planner import PlannerSettings
+from flashspark.speculative.planner_input import PlannerSettings
 from flashspark.speculative.step_graphs import StepGraphs
 from flashspark.speculative.tiers import TierGrid, TierRule
 from flashspark.speculative.worker import SpeculativeWorker

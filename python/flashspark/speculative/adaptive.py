@@ -17,7 +17,8 @@ from flashspark.engine.upload import upload
 from flashspark.kernels.allocate import allocate
 
 from .confidence import ConfidenceSource
-from .planner import Plan, PlanInput, VerifyPlanner
+from .planner import Plan, VerifyPlanner
+from .planner_input import PlanInput
 from .relay import ConfidenceRelay, RowGenerations
 from .sampling import RowSampling
 
@@ -36,13 +37,13 @@ class _LastArray:
     def __init__(self) -> None:
         self._values: list[int] = []
         self.array = np.empty(0, dtype=np.int64)
-        self.largest = self.total = 0
+        self.total = 0
 
     def of(self, values: Sequence[int]) -> _LastArray:
         """Itself, of these values, at least one."""
         if values != self._values:
             self._values, self.array = list(values), np.array(values, dtype=np.int64)
-            self.largest, self.total = max(values), sum(values)
+            self.total = sum(values)
         return self
 
 
@@ -66,6 +67,8 @@ class AdaptiveVerifier:
         self._is_drafting = True  # the last plan drafts
         self._device = device
         self._rows, self._caps = _LastArray(), _LastArray()
+        self._last_input: PlanInput | None = None
+        self._last_input_of = 0  # publications
 
     def assign(self, row: int, params: RowSampling, speculates: bool) -> None:
         """A request takes `row`; what was known of its last owner is stale from here on."""
@@ -85,24 +88,43 @@ class AdaptiveVerifier:
     ) -> Plan:
         """Plans the next step of these rows from what was relayed two drafted steps ago. Host state only."""
         rows = self._caps.of(caps)
-        if rows.largest == 1:
+        if rows.total == len(caps):  # one row each
             return self.planner.anchors_plan(len(caps))
         if not self.planner.looks(len(caps), rows.total):
             return self.planner.full_plan(caps)
-        index, waited = self._rows.of(row_list).array, num_steps_without_draft
-        somebody_waits = max(waited) >= max(self.planner.settings.min_drafts_every, 1)
-        batch = PlanInput(
-            relayed=self._relay.resolve(index) if self.source.is_ready else None,
-            generations=self._generations.of(index),
-            caps=rows.array,
-            keeps_block=np.array(keeps_block, dtype=np.bool_) if any(keeps_block) else None,
-            num_steps_without_draft=np.array(waited, dtype=np.int64) if somebody_waits else None,
-        )
-        plan = self.planner.plan(batch)
+        plan = self.planner.plan(self._input(row_list, rows.array, keeps_block, num_steps_without_draft))
         if self._is_drafting and not plan.draft:
             self.source.catch_up()
         self._is_drafting = plan.draft
         return plan
+
+    def _input(
+        self,
+        row_list: Sequence[int],
+        caps: NDArray[np.int64],
+        keeps_block: Sequence[bool],
+        waited: Sequence[int],
+    ) -> PlanInput:
+        """The last one again while it holds, as it often does from one draft-free step to the next."""
+        index = self._rows.of(row_list).array
+        generations = self._generations.of(index)
+        any_keeps = any(keeps_block)
+        every = self.planner.settings.min_drafts_every
+        any_waits = every > 0 and max(waited) >= every
+        is_ready, now = self.source.is_ready, self._relay.num_publications
+        may_last = is_ready and not (any_keeps or any_waits)
+        last = self._last_input if may_last and self._last_input_of == now else None
+        if last is not None and last.caps is caps and last.generations is generations:
+            return last
+        batch = PlanInput(
+            relayed=self._relay.resolve(index) if is_ready else None,
+            generations=generations,
+            caps=caps,
+            keeps_block=np.array(keeps_block, dtype=np.bool_) if any_keeps else None,
+            num_steps_without_draft=np.array(waited, dtype=np.int64) if any_waits else None,
+        )
+        self._last_input, self._last_input_of = batch if may_last else None, now
+        return batch
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Tells the planner what a step took. In cap-accept the rows planned are not those that ran."""

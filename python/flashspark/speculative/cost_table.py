@@ -309,9 +309,7 @@ class CostCorrection:
 
     def factors_of(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
         """`factors` by cell, of a correction that is active."""
-        factors = self._deviation.take(cells)
-        factors += self._level
-        np.exp(factors, out=factors)
+        factors: NDArray[np.float64] = np.exp(self._deviation.take(cells) + self._level)
         return factors
 
     def _cell(self, num_tokens: int) -> int:
@@ -325,45 +323,48 @@ class BudgetPrices(msgspec.Struct, frozen=True):
     table_seconds: NDArray[np.float64]  # [max_budget + 1], the table's own
 
 
-@dataclass(frozen=True)
 class BatchPrices:
-    """What a batch's prices are made of; only the correction's factors change from step to step."""
+    """What steps of so many requests cost, by the shape that runs. It moves only when the correction learns."""
 
-    seconds: NDArray[np.float64]  # [shapes], the table's own, of every shape that may run
-    shape: NDArray[np.int64] | None  # [max_budget + 1], which of them runs each budget; None: its own
-    table_seconds: NDArray[np.float64]  # [max_budget + 1]
-    correction: CostCorrection | None
-    cells: NDArray[np.int64] | None  # [shapes], of the correction
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         table: CostTable,
         num_reqs: int,
-        num_free_tokens: int,
-        max_budget: int,
+        max_tokens: int,
         tiers: BucketTiers | None,
         rule: LookupRule,
         correction: CostCorrection | None,
-    ) -> BatchPrices:
-        """See `price_budgets`."""
-        last = num_free_tokens + max_budget + 1
-        shape = None if tiers is None else tiers.tier_of_tokens[num_free_tokens:last]
-        rows = np.arange(num_free_tokens, last, dtype=np.int64) if tiers is None else tiers.num_tokens
-        seconds = table.step_seconds(num_reqs, rows, rule)
-        table_seconds = seconds if shape is None else seconds[shape]
-        cells = None if correction is None else correction.cells(rows)
-        return cls(seconds, shape, table_seconds, correction, cells)
+    ) -> None:
+        """`max_tokens`: most rows that are asked about. Without tiers each row count is a shape."""
+        rows = np.arange(max_tokens + 1, dtype=np.int64) if tiers is None else tiers.num_tokens
+        self._shape_of_tokens = None if tiers is None else tiers.tier_of_tokens
+        self.table_seconds = table.step_seconds(num_reqs, rows, rule)  # [shapes], without correction
+        self._correction = correction
+        self._cells = None if correction is None else correction.cells(rows)
+        self._corrected, self._num_observations = self.table_seconds, 0  # and how many those are of
 
-    def now(self) -> BudgetPrices:
-        """With the correction as it is at this step."""
-        if self.correction is None or self.cells is None or not self.correction.is_active:
-            return BudgetPrices(self.table_seconds, self.table_seconds)
-        corrected = self.correction.factors_of(self.cells)
-        corrected *= self.seconds
-        return BudgetPrices(
-            corrected if self.shape is None else corrected.take(self.shape), self.table_seconds
-        )
+    def seconds(self) -> NDArray[np.float64]:
+        """[shapes], with the correction as it is at this step; the same array for as long as that is. Never written."""
+        correction = self._correction
+        if correction is None or self._cells is None or not correction.enabled:
+            return self.table_seconds
+        if correction.num_observations != self._num_observations:
+            self._corrected = correction.factors_of(self._cells) * self.table_seconds
+            self._num_observations = correction.num_observations
+        return self._corrected
+
+    def of_budgets(
+        self, seconds: NDArray[np.float64], num_free_tokens: int, max_budget: int
+    ) -> NDArray[np.float64]:
+        """[max_budget + 1], out of `seconds` or `table_seconds`."""
+        tokens = slice(num_free_tokens, num_free_tokens + max_budget + 1)
+        shapes = self._shape_of_tokens
+        return seconds[tokens] if shapes is None else seconds.take(shapes[tokens])
+
+    def table_seconds_of(self, num_tokens: int) -> float:
+        """Without correction, of so many rows."""
+        shapes = self._shape_of_tokens
+        return self.table_seconds.item(num_tokens if shapes is None else shapes.item(num_tokens))
 
 
 def price_budgets(
@@ -380,7 +381,9 @@ def price_budgets(
     Budget B verifies num_free_tokens + B rows. With tiers, the tier that holds them is priced, since that is what
     runs; without (nothing is padded), the rows themselves.
     """
-    return BatchPrices.of(table, num_reqs, num_free_tokens, max_budget, tiers, rule, correction).now()
+    prices = BatchPrices(table, num_reqs, num_free_tokens + max_budget, tiers, rule, correction)
+    both = prices.seconds(), prices.table_seconds
+    return BudgetPrices(*(prices.of_budgets(seconds, num_free_tokens, max_budget) for seconds in both))
 
 
 Decoded = TypeVar("Decoded")

@@ -11,7 +11,6 @@ stops at the first descent instead, and SGLang's planner, which looks at all).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -29,31 +28,29 @@ class Candidates(msgspec.Struct, frozen=True):
 
     def expected_tokens(self) -> NDArray[np.float64]:
         """tau(B) for B = 0 … m, [m + 1]."""
-        tau = np.empty(len(self.survivals) + 1)
-        tau[0] = self.base_tokens
-        bought = tau[1:]
-        np.add.accumulate(self.survivals, dtype=np.float64, out=bought)
-        bought += self.base_tokens
-        return tau
+        tau = np.zeros(len(self.survivals) + 1)
+        tau[1:] = self.survivals
+        return np.add.accumulate(tau) + self.base_tokens  # `out` would cost more than a new array
 
 
 def fresh_rows(stored: NDArray[np.int64], current: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Rows whose confidence was written for their present owner; generation 0 was never handed out."""
-    return (stored == current) & (stored >= 1)
+    written = stored >= 1
+    return written if stored is current else (stored == current) & written
 
 
-def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """S, float32 [R, gamma]. Rows that are not fresh survive surely, so a new request verifies its full block.
+def survivals(confidence: NDArray[np.float32], fresh: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    """S, float32 [R, gamma]. Rows that are not fresh survive surely, so a new request verifies its full block;
+    `fresh` None: all are.
 
     NaN counts as 0 and everything else is clamped into [0, 1]: without that S could rise along a request, and the
     drafts that rank highest would be no prefix.
     """
-    clean: NDArray[np.float32] = np.fmax(confidence, _NEVER)  # takes the number beside a NaN
-    np.minimum(clean, _SURELY, out=clean)
-    if np.count_nonzero(fresh) < len(fresh):
+    # fmax takes the number beside a NaN.
+    clean: NDArray[np.float32] = np.minimum(np.fmax(confidence, _NEVER), _SURELY)
+    if fresh is not None:
         clean[~fresh] = 1.0
-    np.multiply.accumulate(clean, axis=1, out=clean)
-    return clean
+    return np.multiply.accumulate(clean, axis=1)
 
 
 def optimism(survival: NDArray[np.float32], fresh: NDArray[np.bool_], caps: NDArray[np.int64]) -> float:
@@ -71,20 +68,17 @@ def optimism(survival: NDArray[np.float32], fresh: NDArray[np.bool_], caps: NDAr
 
 
 def as_average(survival: NDArray[np.float32], fresh: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """S with the fresh rows' mean in place of rows that are not fresh; as it is where nobody is fresh.
+    """S, with the fresh rows' mean written over rows that are not fresh; these survive surely where nobody is fresh.
 
     For a batch that decodes without a draft: a probe that verified full blocks of everybody who came since the last
     one would be the dearest step there is.
     """
-    if not fresh.any() or fresh.all():
-        return survival
-    average = survival[fresh].mean(axis=0, dtype=np.float64).astype(np.float32)
-    result: NDArray[np.float32] = np.where(fresh[:, None], survival, average)
-    return result
+    known = survival[fresh]
+    survival[~fresh] = np.add.reduce(known, axis=0, dtype=np.float64) / len(known) if len(known) else 1.0
+    return survival
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(msgspec.Struct, frozen=True):
     """Rows that each request of a batch verifies at least and at most, and what follows from that alone.
 
     Shared by the steps it fits: never written.
@@ -100,40 +94,38 @@ class Lengths:
     @classmethod
     def of(cls, floors: NDArray[np.int64], caps: NDArray[np.int64], gamma: int) -> Lengths:
         """Draft k is block row k + 1, so the drafts for sale are k = floor - 1 … cap - 2."""
-        before = _drafts_before_row(gamma)
-        paid = before.take(floors, axis=0)
-        for_sale = before.take(caps, axis=0) & ~paid
-        num_free = int(floors.sum())
-        return cls(
-            floors=floors,
-            caps=caps,
-            num_free=num_free,
-            max_budget=int(caps.sum()) - num_free,
-            for_sale=None if for_sale.all() else for_sale,
-            paid=paid if paid.any() else None,
-        )
+        before, num_reqs = _drafts_before_row(gamma), len(caps)
+        num_free = int(np.add.reduce(floors))
+        max_budget = int(np.add.reduce(caps)) - num_free
+        paid = before.take(floors, axis=0) if num_free > num_reqs else None
+        for_sale = None
+        if max_budget < num_reqs * gamma:
+            for_sale = before.take(caps, axis=0)
+            if paid is not None:
+                for_sale &= ~paid
+        return cls(floors, caps, num_free, max_budget, for_sale, paid)
 
 
 def candidates(
     survival: NDArray[np.float32], floors: NDArray[np.int64], caps: NDArray[np.int64], eps: float
 ) -> Candidates:
     """`ranked` of these lengths."""
-    return ranked(survival, Lengths.of(floors, caps, survival.shape[1]), eps)
+    return ranked(survival.copy(), Lengths.of(floors, caps, survival.shape[1]), eps)
 
 
 def ranked(survival: NDArray[np.float32], lengths: Lengths, eps: float) -> Candidates:
     """What is for sale: block rows from each request's floor up to its cap, as far as they survive at all.
 
     Those before are in the step anyway and count as its base; SGLang sells both those and the ones past the cap.
+    `survival` is used up: its memory is sorted.
     """
-    for_sale = survival >= eps
-    if lengths.for_sale is not None:
-        for_sale &= lengths.for_sale
     base = float(len(survival))
     if lengths.paid is not None:
         base += float(survival[lengths.paid].sum(dtype=np.float64))
-    rising = survival[for_sale]
+    rising = survival.ravel() if lengths.for_sale is None else survival[lengths.for_sale]
     rising.sort()
+    if len(rising) and not rising.item(0) >= eps:
+        rising = rising[rising.searchsorted(np.float32(eps)) :]
     return Candidates(rising[::-1], base)
 
 

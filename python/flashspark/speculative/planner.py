@@ -7,7 +7,8 @@ at is the same on every tensor-parallel rank, and so is what it answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -15,14 +16,12 @@ from numpy.typing import NDArray
 
 from .cost_table import (
     BatchPrices,
-    BudgetPrices,
     CostCorrection,
     CostTable,
-    LookupRule,
     PlainStepCosts,
     SpsCostTable,
 )
-from .looks import ONE_TIER, LookCadence, LookRule
+from .looks import ONE_TIER, LookCadence
 from .objective import (
     Candidates,
     Lengths,
@@ -34,7 +33,6 @@ from .objective import (
     survivals,
 )
 from .plan_stages import (
-    DraftFreeRule,
     DraftFreeState,
     StageRecord,
     decided,
@@ -47,7 +45,8 @@ from .plan_stages import (
     tier_fill,
     trimming_is_idle,
 )
-from .relay import LAG, RelayedConfidence
+from .planner_input import PlanInput, PlannerSettings
+from .relay import LAG
 from .tiers import BucketTiers, TierGrid, TierKey
 
 STAGES = (
@@ -65,57 +64,6 @@ STAGES = (
 
 MAX_SHARED_PLANS = 256  # likewise lengths and prices
 _NO_DRAFTS = "nobody can use a draft"
-
-
-@dataclass(frozen=True)
-class PlannerSettings:
-    """What is fixed for the life of a planner. Lengths count block rows, the anchor included."""
-
-    gamma: int
-    min_verify_len: int = 1
-    max_verify_len: int = 0  # 0: the full block
-    survival_eps: float = 1e-6
-    min_gain: float = 0.02
-    min_drafts_every: int = 0  # steps; 0: off
-    look_rule: LookRule = field(default_factory=LookRule)
-    trim_without_table: bool = False  # cap-accept: a flat table instead of none
-    lookup_rule: LookupRule = LookupRule.PAD_UP
-    draft_free: DraftFreeRule | None = field(default_factory=DraftFreeRule)  # None: always draft
-
-    def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {self.gamma}")
-        longest = self.gamma + 1 if self.max_verify_len == 0 else self.max_verify_len
-        if not 0 <= self.min_verify_len <= longest <= self.gamma + 1:
-            raise ValueError(
-                f"0 <= min_verify_len <= max_verify_len <= {self.gamma + 1}, "
-                f"got {self.min_verify_len} and {self.max_verify_len}"
-            )
-        for name in ("survival_eps", "min_gain", "min_drafts_every"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-
-    @property
-    def floor(self) -> int:
-        """Rows every request gets for free."""
-        return max(self.min_verify_len, 1)
-
-    @property
-    def longest(self) -> int:
-        """Most rows a request may verify, Lmax."""
-        return self.max_verify_len or self.gamma + 1
-
-
-class PlanInput(msgspec.Struct, frozen=True):
-    """The batch as the planner sees it, host arrays only; replicated on every rank. R requests, at least one."""
-
-    relayed: RelayedConfidence | None  # None: nothing old enough was published yet
-    generations: NDArray[np.int64]  # [R], of the rows now
-    caps: NDArray[np.int64]  # [R], most rows each request can use this step, 1 … W
-    # [R], verifies its full block whatever it costs: seeded, or asked to. None: nobody does
-    keeps_block: NDArray[np.bool_] | None
-    # [R], drafted steps in a row that verified the anchor alone. None: nobody had `min_drafts_every`
-    num_steps_without_draft: NDArray[np.int64] | None
 
 
 class VerifyBudget(msgspec.Struct, frozen=True):
@@ -164,18 +112,26 @@ class Plan(msgspec.Struct, frozen=True):
     record: PlanRecord
 
 
-class _Priced(msgspec.Struct, frozen=True):
-    """The argmax and what it compared."""
+class _Usual(msgspec.Struct, frozen=True):
+    """What the caps decide alone, where nobody has a floor of its own and nothing is pinned."""
 
-    best: int
-    tau: NDArray[np.float64]
-    prices: BudgetPrices  # of every budget up to the full one
+    lengths: Lengths
+    tiers: BucketTiers | None
+    small_batch: tuple[bool, StageRecord]
 
-    def expected_tokens(self, budget: int) -> float:
-        return self.tau.item(min(budget, len(self.tau) - 1))
 
-    def theta(self, budget: int) -> float:
-        return self.expected_tokens(budget) / self.prices.seconds.item(budget)
+class _Choice(msgspec.Struct, frozen=True):
+    """The best drafted step of a batch, before it is compared with a plain one."""
+
+    batch: PlanInput
+    builder: _Builder
+    prices: NDArray[np.float64]  # [shapes], that it was chosen by
+    any_keeps_block: bool
+    is_idle: bool  # no price could have changed it
+    budget: int
+    tokens: float
+    seconds: float
+    table_seconds: float
 
 
 class VerifyPlanner:
@@ -210,29 +166,35 @@ class VerifyPlanner:
         self._draft_free = DraftFreeState()
         self._cadence = LookCadence(settings.look_rule)
         self._shared_plans: dict[tuple[str, tuple[int, ...]], Plan] = {}  # by reason and caps
-        self._shared_lengths: dict[bytes, Lengths] = {}  # by caps, where nobody has a floor of its own
-        self._shared_prices: dict[tuple[int, int, int], BatchPrices] = {}  # by requests, free rows, budget
+        self._shared_usual: dict[bytes, _Usual] = {}  # by caps
+        self._last_usual: tuple[NDArray[np.int64], _Usual] | None = None  # and the caps
+        self._all_written: NDArray[np.int64] | None = None  # generations among which no 0 was found
+        self._shared_prices: dict[int, BatchPrices] = {}  # by requests
         self._priced_with: tuple[object, object] = (None, None)  # table and correction
+        one = np.ones(1, dtype=np.int64)
+        self._usual_stages = self._unusual(Lengths.of(one, one, settings.gamma), None, None, None)[2]
+        self._kept: _Choice | None = None  # of the last step, if that was planned while draft-free
 
     def pin(self, fraction: float | None) -> None:
         """Fixes the budget to a fraction of all drafts, for profiling; None lets the planner decide again."""
         if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"a pinned fraction lies in (0, 1], got {fraction}")
-        self.pinned_fraction = fraction
+        self.pinned_fraction, self._kept = fraction, None
         self._draft_free = DraftFreeState()
 
     def limit(self, max_verify_len: int) -> None:
         """Most rows a request may verify from now on, 1 … W; what lies behind is drafted and never verified."""
         self.settings = replace(self.settings, max_verify_len=max_verify_len)
         self._shared_plans.clear()
-        self._shared_lengths.clear()
+        self._shared_usual.clear()
+        self._last_usual = self._kept = None
 
     def looks(self, num_reqs: int, num_rows: int) -> bool:
         """Whether the next step, of `num_rows` rows if all is verified, is worth looking at. Called once per step."""
         tiers = self.grid.tiers(num_reqs) if self.grid is not None else None
         if tiers is None or self.pinned_fraction is not None or self._draft_free.active:
             return self._cadence.is_due(num_reqs, num_reqs, one_tier=False, always=True)
-        one_tier = tiers.round_up(num_reqs) == tiers.round_up(num_rows)
+        one_tier = tiers.rounded[num_reqs] == tiers.rounded[num_rows]
         return self._cadence.is_due(num_reqs, tiers.num_slots, one_tier, always=False)
 
     def full_plan(self, caps: Sequence[int]) -> Plan:
@@ -247,38 +209,49 @@ class VerifyPlanner:
         return self._shared_plan(_NO_DRAFTS, (1,) * num_reqs)
 
     def plan(self, batch: PlanInput) -> Plan:
-        """Plans one decode step. Deterministic in its inputs and the planner's own past."""
+        """Plans one decode step. Deterministic in its inputs and the planner's own past.
+
+        Draft-free steps publish nothing, so one after the other may have the same `batch`: the same object is the same
+        question, and only whether to go on without a draft is decided again.
+        """
         settings = self.settings
         num_reqs = len(batch.caps)
-        usual = self._lengths_of(batch.caps)
-        floors, full_blocks = full_block_floors(usual.floors, usual.caps, batch.keeps_block)
-        floors, fairness = fairness_floors(
-            floors, usual.caps, batch.num_steps_without_draft, settings.min_drafts_every
-        )
-        is_usual = floors is usual.floors
-        lengths = usual if is_usual else Lengths.of(floors, usual.caps, settings.gamma)
-        columns = settings.longest - settings.floor
-        pinned, pin = pinned_budget(self.pinned_fraction, num_reqs, columns, lengths.max_budget)
-        builder = _Builder(lengths, self.grid, [full_blocks, fairness, pin])
+        kept, self._kept = self._kept, None
+        if kept is not None and self._is_as_it_was(kept, batch):
+            kept.builder.reopen()
+            return self._draft_free_or(kept)
+        usual, pinned = self._usual(batch.caps), None
+        lengths, stages = usual.lengths, [*self._usual_stages]
+        keeps_block, waited = batch.keeps_block, batch.num_steps_without_draft
+        if keeps_block is not None or waited is not None or self.pinned_fraction is not None:
+            lengths, pinned, stages = self._unusual(lengths, keeps_block, waited, self.pinned_fraction)
+        builder = _Builder(lengths, usual.tiers, stages)
         if pinned is not None:
             return self._without_prices(builder, pinned, "pinned")
         if self.grid is not None and builder.tiers is None:
             return self._without_prices(builder, None, "batch past the grid")
         if batch.relayed is None:
             return self._without_prices(builder, None, "no confidence old enough")
-        fresh = fresh_rows(batch.relayed.generations, batch.generations)
-        builder.num_fresh = int(np.count_nonzero(fresh))
+        fresh = self._fresh_rows(batch.relayed.generations, batch.generations)
+        builder.num_fresh = num_reqs if fresh is None else fresh.tobytes().count(1)
         builder.add(decided("confidence", False, "lagged"))
-        survival = survivals(batch.relayed.confidence, fresh)
-        if builder.num_fresh < num_reqs:  # who is not fresh counts as certain
-            if self._draft_free.active:
-                survival = as_average(survival, fresh)
-            else:
+        if fresh is None or not self._draft_free.active:
+            survival = survivals(batch.relayed.confidence, fresh)
+            if fresh is not None:  # who is not fresh counts as certain
                 builder.optimism = optimism(survival, fresh, lengths.caps)
+        else:
+            survival = as_average(survivals(batch.relayed.confidence, None), fresh)
         drafts = ranked(survival, lengths, settings.survival_eps)
-        keeps_block = batch.keeps_block
-        keeps = keeps_block is not None and full_blocks.ran and bool((keeps_block & (lengths.caps > 1)).any())
-        return self._priced_plan(builder, drafts, num_reqs, keeps)
+        builder.num_candidates = len(drafts.survivals)
+        idle, small_batch = (
+            usual.small_batch
+            if lengths is usual.lengths
+            else trimming_is_idle(usual.tiers, lengths.num_free, lengths.max_budget)
+        )
+        builder.add(small_batch)
+        if self.table is None:
+            return self._without_prices(builder, lengths.max_budget, "no cost table")
+        return self._draft_free_or(self._best_drafted(batch, builder, drafts, idle))
 
     def observe_step(self, plan: Plan, measured_seconds: float) -> None:
         """Feeds the correction with what a planned step took; rank 0's time on every rank."""
@@ -288,77 +261,118 @@ class VerifyPlanner:
             num_tokens = plan.verify.num_tokens_run if plan.draft else plan.verify.num_tokens
             correction.observe(num_tokens, priced, measured_seconds)
 
-    def _lengths_of(self, caps: NDArray[np.int64]) -> Lengths:
-        """Where nobody has a floor of its own."""
-        key = caps.tobytes()
-        lengths = self._shared_lengths.get(key)
-        if lengths is None:
-            if len(self._shared_lengths) >= MAX_SHARED_PLANS:
-                self._shared_lengths.clear()
-            caps = np.minimum(caps, self.settings.longest)
-            floors = np.minimum(caps, self.settings.floor)
-            lengths = self._shared_lengths[key] = Lengths.of(floors, caps, self.settings.gamma)
-        return lengths
+    def _usual(self, caps: NDArray[np.int64]) -> _Usual:
+        if self._last_usual is not None and caps is self._last_usual[0]:
+            return self._last_usual[1]
+        key, given = caps.tobytes(), caps
+        usual = self._shared_usual.get(key)
+        if usual is None:
+            if len(self._shared_usual) >= MAX_SHARED_PLANS:
+                self._shared_usual.clear()
+            if self.settings.longest <= self.settings.gamma:
+                caps = np.minimum(caps, self.settings.longest)
+            floor = self.settings.floor
+            floors = np.minimum(caps, floor) if floor > 1 else _anchors(len(caps))
+            lengths = Lengths.of(floors, caps, self.settings.gamma)
+            tiers = self.grid.tiers(len(caps)) if self.grid is not None else None
+            small_batch = trimming_is_idle(tiers, lengths.num_free, lengths.max_budget)
+            usual = self._shared_usual[key] = _Usual(lengths, tiers, small_batch)
+        self._last_usual = given, usual
+        return usual
 
-    def _priced_plan(
-        self, builder: _Builder, drafts: Candidates, num_reqs: int, any_keeps_block: bool
-    ) -> Plan:
-        """The stages from the small-batch rule on."""
-        settings, full = self.settings, builder.max_budget
-        builder.num_candidates = len(drafts.survivals)
-        idle, small_batch = trimming_is_idle(builder.tiers, builder.num_free, full)
-        builder.add(small_batch)
-        if self.table is None:
-            return self._without_prices(builder, full, "no cost table")
+    def _is_as_it_was(self, kept: _Choice, batch: PlanInput) -> bool:
+        if kept.batch is not batch or not self._draft_free.active or self.table is None:
+            return False
+        return self._prices_of(len(batch.caps), kept.builder.tiers).seconds() is kept.prices
+
+    def _unusual(
+        self,
+        usual: Lengths,
+        keeps_block: NDArray[np.bool_] | None,
+        waited: NDArray[np.int64] | None,
+        pinned_fraction: float | None,
+    ) -> tuple[Lengths, int | None, list[StageRecord]]:
+        """Lengths with the floors that some have of their own, the budget if it is pinned, and the stages so far."""
+        settings, lengths = self.settings, usual
+        floors, full_blocks = full_block_floors(usual.floors, usual.caps, keeps_block)
+        floors, fairness = fairness_floors(floors, usual.caps, waited, settings.min_drafts_every)
+        if floors is not usual.floors:
+            lengths = Lengths.of(floors, usual.caps, settings.gamma)
+        columns = settings.longest - settings.floor
+        pinned, pin = pinned_budget(pinned_fraction, len(floors), columns, lengths.max_budget)
+        return lengths, pinned, [full_blocks, fairness, pin]
+
+    def _fresh_rows(self, stored: NDArray[np.int64], current: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """`fresh_rows`, None where all are. The same array is the same answer."""
+        if stored is current and current is self._all_written:
+            return None
+        fresh = fresh_rows(stored, current)
+        if not fresh.all():
+            return fresh
+        self._all_written = current
+        return None
+
+    def _best_drafted(self, batch: PlanInput, builder: _Builder, drafts: Candidates, idle: bool) -> _Choice:
+        """The stages from the table to the tier fill."""
+        full, num_free, tiers = builder.max_budget, builder.num_free, builder.tiers
         builder.add(decided("table", False, "priced"))
-        priced = self._price(builder, drafts, num_reqs)
-        budget = full
+        prices = self._prices_of(len(batch.caps), tiers)
+        shape_seconds, tau = prices.seconds(), drafts.expected_tokens()
+        seconds, most = prices.of_budgets(shape_seconds, num_free, full), len(tau) - 1
+        budget, full_theta = full, tau.item(most) / seconds.item(full)
         if idle:
+            reason = builder.stages[STAGES.index("small batch")].reason
             for name in ("argmax", "gain guard", "tier fill"):
-                builder.add(skipped(name, small_batch.reason))
+                builder.add(skipped(name, reason))
         else:
-            budget = builder.argmax_budget = priced.best
+            budget = builder.argmax_budget = best_budget(tau, seconds)
             builder.add(decided("argmax", budget < full, "trims" if budget < full else "keeps all"))
-            budget, guard = gain_guard(
-                budget, priced.theta(budget), full, priced.theta(full), settings.min_gain
-            )
+            theta = tau.item(budget) / seconds.item(budget)
+            budget, guard = gain_guard(budget, theta, full, full_theta, self.settings.min_gain)
             builder.add(guard)
-            budget, fill = tier_fill(budget, builder.num_free, full, builder.tiers)
+            budget, fill = tier_fill(budget, num_free, full, tiers)
             builder.add(fill)
-        builder.full_theta = full_theta = priced.theta(full)
-        tokens, seconds = priced.expected_tokens(budget), priced.prices.seconds.item(budget)
+        builder.full_theta = full_theta
+        keeps_block = batch.keeps_block
+        keeps = keeps_block is not None and bool((keeps_block & (builder.caps > 1)).any())
+        tokens, table_seconds = tau.item(min(budget, most)), prices.table_seconds_of(num_free + budget)
+        return _Choice(
+            batch, builder, shape_seconds, keeps, idle, budget, tokens, seconds.item(budget), table_seconds
+        )
+
+    def _draft_free_or(self, choice: _Choice) -> Plan:
+        """The draft-free stage: the plan that is chosen, or a plain step."""
+        builder, tokens, seconds = choice.builder, choice.tokens, choice.seconds
+        num_reqs = len(builder.caps)
+        was_active = self._draft_free.active
         sober = max(tokens - builder.optimism, float(num_reqs))
-        plain = self._draft_free_stage(builder, num_reqs, sober, seconds, any_keeps_block)
-        if not idle and builder.tiers is not None:
+        plain = self._draft_free_stage(builder, num_reqs, sober, seconds, choice.any_keeps_block)
+        if not choice.is_idle and builder.tiers is not None:
+            assert builder.full_theta is not None
             best = max(tokens / seconds, builder.plain_theta or 0.0)
             is_drafting = not self._draft_free.active and self._draft_free.evidence == 0.0
-            kept_all = budget == full and builder.num_fresh == num_reqs and is_drafting
-            self._cadence.found(num_reqs, builder.tiers.num_slots, best / full_theta - 1.0, kept_all)
+            kept_all = choice.budget == builder.max_budget and builder.num_fresh == num_reqs and is_drafting
+            self._cadence.found(num_reqs, builder.tiers.num_slots, best / builder.full_theta - 1.0, kept_all)
         if plain is not None:
+            self._kept = choice if was_active else None
             return plain
         builder.expected_tokens, builder.predicted_step_seconds = tokens, seconds
-        builder.table_step_seconds = priced.prices.table_seconds.item(budget)
-        return builder.build(budget)
+        builder.table_step_seconds = choice.table_seconds
+        return builder.build(choice.budget)
 
-    def _price(self, builder: _Builder, drafts: Candidates, num_reqs: int) -> _Priced:
-        prices = self._prices_of(num_reqs, builder).now()
-        tau = drafts.expected_tokens()
-        return _Priced(best_budget(tau, prices.seconds), tau, prices)
-
-    def _prices_of(self, num_reqs: int, builder: _Builder) -> BatchPrices:
+    def _prices_of(self, num_reqs: int, tiers: BucketTiers | None) -> BatchPrices:
         table, correction = self.table, self.correction
         assert table is not None
         if self._priced_with[0] is not table or self._priced_with[1] is not correction:
             self._priced_with = table, correction
             self._shared_prices.clear()
-        key = num_reqs, builder.num_free, builder.max_budget
-        prices = self._shared_prices.get(key)
+        prices = self._shared_prices.get(num_reqs)
         if prices is None:
             if len(self._shared_prices) >= MAX_SHARED_PLANS:
                 self._shared_prices.clear()
-            prices = self._shared_prices[key] = BatchPrices.of(
-                table, *key, builder.tiers, self.settings.lookup_rule, correction
-            )
+            most, rule = num_reqs * (self.settings.gamma + 1), self.settings.lookup_rule
+            prices = BatchPrices(table, num_reqs, most, tiers, rule, correction)
+            self._shared_prices[num_reqs] = prices
         return prices
 
     def _draft_free_stage(
@@ -410,7 +424,8 @@ class VerifyPlanner:
 
     def _make_shared_plan(self, reason: str, cap_list: tuple[int, ...]) -> Plan:
         """A plan that depends on the caps alone, every stage with the same reason."""
-        builder = _Builder(self._lengths_of(np.array(cap_list, dtype=np.int64)), self.grid, [])
+        usual = self._usual(np.array(cap_list, dtype=np.int64))
+        builder = _Builder(usual.lengths, usual.tiers, [])
         for name in STAGES:
             is_the_rule = name == "small batch" and reason == ONE_TIER
             builder.add(decided(name, True, reason) if is_the_rule else skipped(name, reason))
@@ -429,11 +444,10 @@ class VerifyPlanner:
 class _Builder:
     """Gathers one plan: the batch's token counts, the stages so far, and the numbers for the record."""
 
-    def __init__(self, lengths: Lengths, grid: TierGrid | None, stages: list[StageRecord]) -> None:
+    def __init__(self, lengths: Lengths, tiers: BucketTiers | None, stages: list[StageRecord]) -> None:
         self.floors, self.caps = lengths.floors, lengths.caps
         self.num_free, self.max_budget = lengths.num_free, lengths.max_budget
-        self._grid = grid
-        self.tiers: BucketTiers | None = grid.tiers(len(self.caps)) if grid is not None else None
+        self.tiers = tiers
         self.stages, self.add = stages, stages.append  # one per name in STAGES, in that order
         self.num_fresh = self.num_candidates = 0
         self.optimism = 0.0
@@ -444,38 +458,41 @@ class _Builder:
         self.plain_theta: float | None = None
         self.table_step_seconds: float | None = None
 
+    def reopen(self) -> None:
+        """As it was before the draft-free stage, the last."""
+        self.stages.pop()
+        self.plain_theta = None
+
     def build(self, budget: int | None, looks: bool = True) -> Plan:
         num_tokens = self.num_free + (self.max_budget if budget is None else budget)
-        verify = VerifyBudget(
-            budget=budget,
-            full=budget is None or budget >= self.max_budget,
-            num_tokens=num_tokens,
-            tier=self._tier(num_tokens),
-        )
+        full = budget is None or budget >= self.max_budget
+        key = self.tiers.key(num_tokens) if self.tiers is not None else None
+        verify = VerifyBudget(budget, full, num_tokens, key)
         return Plan(verify, True, looks, self.floors, self.caps, self._record())
 
     def build_plain(self) -> Plan:
-        anchors = np.ones_like(self.caps)
-        key = self._grid.plain_key(len(anchors)) if self._grid is not None else None
-        verify = VerifyBudget(budget=0, full=True, num_tokens=len(anchors), tier=key)
+        anchors = _anchors(len(self.caps))
+        key = self.tiers.plain_key if self.tiers is not None else None
+        verify = VerifyBudget(0, True, len(anchors), key)
         return Plan(verify, False, True, anchors, anchors, self._record())
-
-    def _tier(self, num_tokens: int) -> TierKey | None:
-        if self.tiers is None:
-            return None
-        return TierKey(self.tiers.num_slots, self.tiers.round_up(num_tokens))
 
     def _record(self) -> PlanRecord:
         seconds, tokens = self.predicted_step_seconds, self.expected_tokens
         return PlanRecord(
-            stages=tuple(self.stages),
-            num_fresh=self.num_fresh,
-            num_candidates=self.num_candidates,
-            argmax_budget=self.argmax_budget,
-            expected_tokens=tokens,
-            predicted_step_seconds=seconds,
-            predicted_theta=tokens / seconds if tokens is not None and seconds is not None else None,
-            full_theta=self.full_theta,
-            plain_theta=self.plain_theta,
-            table_step_seconds=self.table_step_seconds,
+            tuple(self.stages),
+            self.num_fresh,
+            self.num_candidates,
+            self.argmax_budget,
+            tokens,
+            seconds,
+            tokens / seconds if tokens is not None and seconds is not None else None,
+            self.full_theta,
+            self.plain_theta,
+            self.table_step_seconds,
         )
+
+
+@lru_cache(maxsize=MAX_SHARED_PLANS)
+def _anchors(num_reqs: int) -> NDArray[np.int64]:
+    """One row for each request. Shared, never written."""
+    return np.ones(num_reqs, dtype=np.int64)

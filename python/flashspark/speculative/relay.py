@@ -88,18 +88,25 @@ class RowGenerations:
 
     def __init__(self, num_rows: int) -> None:
         self._generations = np.zeros(num_rows, dtype=np.int64)
+        self._last: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # asked and answered
 
     def renew(self, row: int) -> None:
         """The row has a new owner (or the same one after retraction)."""
         self._generations[row] += 1
+        self._last = None
 
     def of(self, row_list: RowIndex) -> NDArray[np.int64]:
-        """Generations of these rows, a copy."""
-        return self._generations.take(np.asarray(row_list, dtype=np.int64))
+        """Generations of these rows as they are now. Shared, never written: the same array for the same array of rows
+        until a row is renewed."""
+        if self._last is not None and self._last[0] is row_list:
+            return self._last[1]
+        rows = np.asarray(row_list, dtype=np.int64)  # a list may be another one the next time
+        self._last = rows, self._generations.take(rows)
+        return self._last[1]
 
 
 class RelayedConfidence(msgspec.Struct, frozen=True):
-    """Confidence of some rows as it was at one publication, and whose it is. The reader owns the arrays."""
+    """Confidence of some rows as it was at one publication, and whose it is. The reader owns the confidence."""
 
     confidence: NDArray[np.float32]  # [R, gamma]
     generations: NDArray[np.int64]  # [R], of the owner that the values were written for; 0: never written
@@ -126,6 +133,7 @@ class ConfidenceRelay:
         self._ring_on_host = [slot.numpy() for slot in self._ring]  # the same memory
         self._ring_generations = np.zeros((DEPTH, num_rows), dtype=np.int64)
         self._written_generations = np.zeros(num_rows, dtype=np.int64)
+        self._published: list[tuple[RowIndex, NDArray[np.int64]] | None] = [None] * DEPTH  # rows, generations
         self._pending: list[PendingCopy] = [_Done()] * DEPTH
         self.num_publications = 0
 
@@ -137,7 +145,7 @@ class ConfidenceRelay:
         Args:
             rows: int64 [R] on the device, distinct; `row_list` is its host copy.
             confidence: float32 [R, gamma] on the device; may be overwritten once later work is queued.
-            generations: int64 [R], of the rows' owners for whom the drafts were made.
+            generations: int64 [R], of the rows' owners for whom the drafts were made; kept, as `row_list` is.
         """
         slot = self.num_publications % DEPTH
         # The previous copy reads the buffer that is written here.
@@ -146,6 +154,7 @@ class ConfidenceRelay:
         self._pending[slot] = self._copies.start(self._device_rows, self._ring[slot])
         self._written_generations[np.asarray(row_list, dtype=np.int64)] = generations
         self._ring_generations[slot] = self._written_generations
+        self._published[slot] = row_list, generations
         self.num_publications += 1
 
     def resolve(self, row_list: RowIndex) -> RelayedConfidence | None:
@@ -158,7 +167,9 @@ class ConfidenceRelay:
         slot = (self.num_publications - LAG) % DEPTH
         self._pending[slot].wait_on_host()
         index = np.asarray(row_list, dtype=np.int64)
-        return RelayedConfidence(
-            confidence=self._ring_on_host[slot].take(index, axis=0),
-            generations=self._ring_generations[slot].take(index),
-        )
+        published = self._published[slot]
+        if published is not None and published[0] is index:
+            generations = published[1]
+        else:
+            generations = self._ring_generations[slot].take(index)
+        return RelayedConfidence(self._ring_on_host[slot].take(index, axis=0), generations)

@@ -23,7 +23,8 @@ from .adaptive import AdaptiveVerifier, VerifyMode
 from .confidence import ConfidenceSource
 from .cost_table import PlainStepCosts
 from .drafter import Drafter
-from .planner import Plan, PlannerSettings, VerifyBudget, VerifyPlanner
+from .planner import Plan, VerifyBudget, VerifyPlanner
+from .planner_input import PlannerSettings
 from .sampling import RowSampling, SamplingRows
 from .step_graphs import StepGraphs
 from .table_fit import FittedTables, StepSample, fit_plain, fit_tables

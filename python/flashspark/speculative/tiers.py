@@ -65,14 +65,29 @@ class BucketTiers:
 
     def round_up(self, num_tokens: int) -> int:
         """The rows that really run for `num_tokens` rows; more than the bucket's full block is an error."""
-        if not 0 <= num_tokens < len(self.tier_of_tokens):
+        rounded = self.rounded
+        if not 0 <= num_tokens < len(rounded):
             raise ValueError(
                 f"{num_tokens} tokens do not fit {self.num_slots} slots: at most {self.max_tokens}"
             )
-        return self._rounded[num_tokens]
+        return rounded[num_tokens]
+
+    def key(self, num_tokens: int) -> TierKey:
+        """The shape that runs `num_tokens` rows."""
+        return self._keys[self.tier_of_tokens.item(num_tokens)]
 
     @cached_property
-    def _rounded(self) -> list[int]:
+    def _keys(self) -> list[TierKey]:
+        """By tier."""
+        return [TierKey(self.num_slots, num_tokens) for num_tokens in self.num_tokens.tolist()]
+
+    @cached_property
+    def plain_key(self) -> TierKey:
+        """The shape of a draft-free step, one row per slot."""
+        return TierKey(self.num_slots, self.num_slots)
+
+    @cached_property
+    def rounded(self) -> list[int]:
         """By token count: the rows that really run, as Python has them at hand."""
         rounded: list[int] = self.num_tokens[self.tier_of_tokens].tolist()
         return rounded
@@ -98,7 +113,7 @@ class TierGrid:
 
     def tiers(self, num_reqs: int) -> BucketTiers | None:
         """The tiers a batch may run on; None past the grid, where a step runs eagerly and unpadded."""
-        if not 1 <= num_reqs <= self.rule.max_num_reqs:
+        if not 0 < num_reqs < len(self._bucket_index):
             return None
         return self._tiers[self._bucket_index[num_reqs]]
 
@@ -107,12 +122,12 @@ class TierGrid:
         tiers = self.tiers(num_reqs)
         if tiers is None or num_tokens > tiers.max_tokens:
             return None
-        return TierKey(tiers.num_slots, tiers.round_up(num_tokens))
+        return tiers.key(num_tokens)
 
     def plain_key(self, num_reqs: int) -> TierKey | None:
         """The shape of a draft-free step, one row per slot; None past the grid."""
         tiers = self.tiers(num_reqs)
-        return None if tiers is None else TierKey(tiers.num_slots, tiers.num_slots)
+        return None if tiers is None else tiers.plain_key
 
     def plain_keys(self) -> list[TierKey]:
         """Every key that `plain_key` can answer; some may be among `reachable_keys` too."""
