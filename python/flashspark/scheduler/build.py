@@ -84,9 +84,8 @@ def _build(args: ServerArgs, send: Callable[[RequestOutput], None]) -> tuple[Sch
         decode_log_interval=args.decode_log_interval,
         prefix_cache=not args.disable_radix_cache,
     )
-    if (
-        runs_ahead(runner.device) and not args.skip_server_warmup
-    ):  # its kernels are compiled when first called
+    # On a device that runs ahead, kernels are compiled when they are first called.
+    if runs_ahead(runner.device) and not args.skip_server_warmup:
         warm_up(worker, limits.chunked_prefill_size, limits.context_length)
     vocab_size = runner.target.config.vocab_size
     # A file may name an id that the model does not have; it can never be drawn, and must not be suppressed.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 
-from flashspark.engine.model_runner import ModelRunner, PrefillChunk
+from flashspark.engine.model_runner import PrefillChunk
 from flashspark.engine.upload import upload
 
 from .sampling import RowSampling
@@ -63,15 +62,15 @@ def _prefill(worker: SpeculativeWorker, num_prompts: int, num_tokens: int) -> No
     worker.prefill([PrefillChunk(scratch, 0, [0] * num_tokens)] * num_prompts)
 
 
-def _decode(worker: SpeculativeWorker, kind: RowSampling, row_list: Sequence[int], cap: int) -> None:
+def _decode(worker: SpeculativeWorker, kind: RowSampling, row_list: list[int], cap: int) -> None:
     """A step of requests without pages, in which nobody verifies more than `cap` rows."""
-    runner: ModelRunner = worker.runner
+    runner = worker.runner
     state, device = runner.request_rows, runner.device
     kept = state.context_lens.clone(), state.anchors.clone()
     for row in row_list:
         worker.assign(row, kind, [0], [], 0, speculates=True)
     caps = [cap] * len(row_list)
-    worker.decode(StepBatch(upload(list(row_list), device), list(row_list), upload(caps, device), caps))
+    worker.decode(StepBatch(upload(row_list, device), row_list, upload(caps, device), caps))
     for row in row_list:
         worker.release(row)
     for tensor, values in zip((state.context_lens, state.anchors), kept, strict=True):

@@ -24,9 +24,7 @@ PROGRAMS = 264  # two for each multiprocessor of an H200: with half as many, key
 MANY_PROGRAMS = 384  # beyond, several share a multiprocessor, and smaller ones fill it better
 MAX_SPLITS = 32
 MAX_TILE = 128  # query rows times query heads of a key head
-SMALL_TILE = (
-    8  # rows of prefill up to which a smaller one will do: two sizes, so that few kernels are compiled
-)
+SMALL_TILE = 8  # rows; prefill has tiles of two sizes alone, so that few kernels are compiled
 LOG2_E = 1.4426950408889634
 
 
@@ -368,9 +366,10 @@ def _attend(
     )
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1
     group = num_heads // num_kv_heads
-    tile = min(max_rows, max(1, MAX_TILE // group))
+    wanted = max_rows
     if is_prefill:
-        tile = min(SMALL_TILE if max_rows <= SMALL_TILE else MAX_TILE, max(1, MAX_TILE // group))
+        wanted = SMALL_TILE if max_rows <= SMALL_TILE else MAX_TILE
+    tile = min(wanted, max(1, MAX_TILE // group))
     num_tiles = triton.cdiv(max_rows, tile)
     block_m = block_size(tile * group, 16)
     num_programs = num_slots * num_tiles * num_kv_heads
