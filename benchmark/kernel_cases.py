@@ -24,7 +24,7 @@ from flashspark.kernels.allocate import allocate
 from flashspark.kernels.block_conv import dynamic_block_conv
 from flashspark.kernels.markov_walk import MarkovWeights, markov_walk
 from flashspark.kernels.pack_rows import pack_rows
-from flashspark.kernels.qk_norm_rope import qk_norm_rope_write
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
 from flashspark.kernels.rms_norm import add_rms_norm
 from flashspark.kernels.selector import (
     selector_walk_with_confidence,
@@ -150,6 +150,7 @@ class Cases:
         yield self.heads(num_reqs)
         yield self.attention(num_reqs, "verify attention, full", full)
         yield self.attention(num_reqs, "verify attention, trimmed", trimmed)
+        yield self.projected_attention(num_reqs)
         if self.flashinfer is not None:
             yield self.attention(num_reqs, "verify, full, flashinfer", full, self.flashinfer)
             chunks = [self.g.kv_len] * num_reqs
@@ -211,6 +212,34 @@ class Cases:
         visible = g.kv_len / 2 if lens[0] == g.kv_len else g.kv_len
         flops = 4.0 * num_rows * g.num_heads * g.head_dim * visible
         return Case(name, num_reqs, make, keys + rows, flops, has_torch=False)
+
+    def projected_attention(self, num_reqs: int) -> Case:
+        """Full blocks as they come out of the projection: norms, rope, the write of keys and values, attention."""
+        g, num_rows = self.g, num_reqs * self.g.width
+
+        def make(seed: int) -> Call:
+            x = self._inputs(seed)
+            table, num_slots = x.pages(g, num_reqs)
+            heads = x.randn(num_rows, g.num_heads + 2 * g.num_kv_heads, g.head_dim, dtype=self.dtype)
+            weight = x.randn(g.num_heads + g.num_kv_heads, g.head_dim, dtype=self.dtype)
+            cos, sin = (x.randn(num_rows, 1, g.head_dim, dtype=self.dtype) for _ in range(2))
+            indptr = torch.arange(0, num_rows + 1, g.width, device=self.device)
+            args = (
+                indptr,
+                self._lens([g.kv_len] * num_reqs),
+                None,
+                table,
+                g.page_size,
+                g.head_dim**-0.5,
+                g.width,
+            )
+            turn = HeadTurn(weight, 1e-6, cos, sin)
+            return partial(ragged_attention, heads, *self._caches(x, num_slots), *args, turn=turn)
+
+        keys = num_reqs * g.kv_len * g.num_kv_heads * g.head_dim * 2 * self._size
+        rows = num_rows * g.head_dim * (2 * g.num_heads + 4 * g.num_kv_heads) * self._size
+        flops = 4.0 * num_rows * g.num_heads * g.head_dim * g.kv_len
+        return Case("verify attention, projected", num_reqs, make, keys + rows, flops, has_torch=False)
 
     def draft_attention(self, num_reqs: int) -> Case:
         """Draft blocks over their context and themselves."""

@@ -39,7 +39,7 @@ from flashspark.kernels.draft_inputs import draft_inputs  # noqa: E402
 from flashspark.kernels.markov_walk import MarkovWeights, markov_walk  # noqa: E402
 from flashspark.kernels.pack_rows import pack_rows  # noqa: E402
 from flashspark.kernels.philox import step_uniforms  # noqa: E402
-from flashspark.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_write  # noqa: E402
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope, qk_norm_rope_write  # noqa: E402
 from flashspark.kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from flashspark.kernels.rope import rope_tables  # noqa: E402
 from flashspark.kernels.selector import (  # noqa: E402
@@ -131,6 +131,10 @@ def verify_attention(dtype: torch.dtype) -> None:
         common = indptr, kv_lens, integers([3]), table, PAGE_SIZE, 0.2, 8, splits
         k, v = caches(2, dim, dtype)
         ragged_attention(q, k, v, *common)
+        tables = rope_tables(integers([[n] for n in range(len(q))]), randn(dim), 1.0, dtype, "triton")
+        heads = randn(len(q), 8 + 2 * 2, dim, dtype=dtype)
+        turn = HeadTurn(randn(8 + 2, dim, dtype=dtype), 1e-6, *tables)
+        ragged_attention(heads, k, v, *common, turn=turn)
 
 
 def prefill_attention(dtype: torch.dtype) -> None:

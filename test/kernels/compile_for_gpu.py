@@ -90,6 +90,13 @@ def attention(n: int, dtype: torch.dtype) -> None:
             paged_attention.ragged_attention(
                 q, cache, cache, ids(n + 1), ids(n), count, *common, max_rows, splits
             )
+    for num_tables, max_rows, splits in ((n * 8, 8, None), (n, 1, 8)):
+        tables = zeros(num_tables, 1, 128, dtype=dtype)
+        turn = qk_norm_rope.HeadTurn(zeros(40, 128, dtype=dtype), 1e-6, tables, tables)
+        heads, cache = zeros(num_tables, 48, 128, dtype=dtype), zeros(64, 8, 128, dtype=dtype)
+        paged_attention.ragged_attention(
+            heads, cache, cache, ids(n + 1), ids(n), ids(1), *common, max_rows, splits, turn=turn
+        )
     block = zeros(n, 8, 48, 128, dtype=dtype).split([32, 8, 8], 2)
     cache = zeros(64, 8, 128, dtype=dtype)
     for causal, window in ((False, None), (True, 100)):

@@ -7,6 +7,7 @@ import torch
 
 from flashspark.attention.interface import RaggedQueries
 from flashspark.attention.registry import make_backend
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
 from flashspark.speculative.warm_up import PREFILLS
 from paged import Pages
 from parity import DEVICE, DTYPES, NEEDS_TRITON, TOLERANCE, assert_close, integers, randn
@@ -37,7 +38,7 @@ def written_slots(pages, lens):
     return torch.cat([pages.slots(r, torch.arange(n)) for r, n in lens])
 
 
-def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None, is_prefill=False):
+def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None, is_prefill=False, turn=None):
     from flashspark.kernels.triton.paged_attention import ragged_attention
 
     queries = on_device(queries)
@@ -54,6 +55,7 @@ def triton_ragged(q, k, v, queries, max_rows, splits, num_reqs=None, is_prefill=
         max_rows,
         splits,
         is_prefill,
+        turn,
     )
 
 
@@ -95,6 +97,82 @@ def test_verify_windows(heads, kv_heads, dim, dtype):
     assert_attention_close(
         got[:14], native("ragged", q[:14, :heads], k.nan_to_num(), v.nan_to_num(), pages.ragged(spans), 0.2)
     )
+
+
+def projected(pages, spans, heads, kv_heads, dim, dtype, padding=0):
+    """Rows of a projection, what turns them at their positions, and the caches before: NaN from each window on."""
+    num_rows = sum(n for _, _, n in spans) + padding
+    rows = torch.full((num_rows, heads + 2 * kv_heads, dim), NAN, dtype=dtype, device=DEVICE)
+    rows[: num_rows - padding] = randn(num_rows - padding, heads + 2 * kv_heads, dim, dtype=dtype)
+    angles = randn(num_rows, 1, dim, seed=3)
+    weight = randn(heads + kv_heads, dim, dtype=dtype, seed=4)
+    turn = HeadTurn(weight, 1e-6, angles.cos().to(dtype), angles.sin().to(dtype))
+    return (
+        rows,
+        turn,
+        caches(pages, kv_heads, dim, dtype, written_slots(pages, [(r, s) for r, s, _ in spans])),
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "dtype"),
+    [
+        (4, 2, 16, 16, torch.float32),
+        (3, 1, 128, 3, torch.float32),
+        (2, 2, 24, 1, torch.float32),
+        (8, 2, 64, 16, torch.bfloat16),
+        (4, 1, 128, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_projected_windows_are_turned_and_written(heads, kv_heads, dim, page_size, dtype, splits):
+    """Against norm, rope and write by the kernel that does nothing else (in torch), and attention after it: windows
+    within a share of the keys and across two, rows of nobody, an absent slot full of nonsense."""
+    spans = [(0, 37, 5), (2, 0, 8), (1, 250, 7), (3, 63, 1)]
+    pages = Pages(4, 264, page_size=page_size)
+    rows, turn, (k, v) = projected(pages, spans, heads, kv_heads, dim, dtype, padding=2)
+    plain, num_rows = pages.ragged(spans), len(rows) - 2
+    expected_caches = [cache.cpu().clone() for cache in (k, v)]
+    arguments = (rows[:num_rows], turn.weight, turn.eps, turn.cos[:num_rows], turn.sin[:num_rows])
+    q = qk_norm_rope_write(
+        *(a.cpu() if torch.is_tensor(a) else a for a in arguments),
+        plain.slots,
+        *expected_caches,
+        implementation="torch",
+    )
+    queries = replace(
+        plain,
+        qo_indptr=torch.cat((plain.qo_indptr, torch.tensor([10**9]))),
+        kv_lens=torch.cat((plain.kv_lens, torch.tensor([10**9]))),
+        page_table=torch.cat((plain.page_table, plain.page_table[:1] + 10**9)),
+    )
+    out = triton_ragged(rows, k, v, queries, 8, splits, integers(4), turn=turn)
+    assert not out[num_rows:].any()
+    for cache, expected in zip((k, v), expected_caches, strict=True):
+        assert_close(cache.nan_to_num(7.0).cpu(), expected.nan_to_num(7.0), TOLERANCE[dtype])
+    k, v = (cache.nan_to_num() for cache in (k, v))
+    assert_attention_close(out[:num_rows], native("ragged", q, k, v, plain, 0.2))
+
+
+@pytest.mark.parametrize("max_rows", [3, 33])
+def test_the_backend_takes_projected_rows_of_any_window(max_rows):
+    """One launch where a program holds a window, two where it does not and for prompts: the same numbers."""
+    pages = Pages(2, 96, page_size=16)
+    spans = [(0, 20, max_rows), (1, 0, 2)]
+    rows, turn, (k, v) = projected(pages, spans, 8, 2, 16, torch.float32)
+    expected = [cache.cpu().clone() for cache in (k, v)]
+    on_cpu = HeadTurn(*(a.cpu() if torch.is_tensor(a) else a for a in turn))
+    queries = pages.ragged(spans)
+    reference = NATIVE.ragged_projected(rows.cpu(), on_cpu, *expected, queries, 0.2)
+    backend = make_backend("triton", DEVICE)
+    for host_lens in (None, ([n for _, _, n in spans], [s + n for _, s, n in spans])):
+        given = replace(on_device(queries), max_rows=max_rows, host_lens=host_lens)
+        own = [cache.clone() for cache in (k, v)]
+        got = backend.ragged_projected(rows, turn, *own, given, 0.2)
+        assert_attention_close(got, reference)
+        for cache, other in zip(own, expected, strict=True):
+            assert_close(cache.nan_to_num(7.0).cpu(), other.nan_to_num(7.0), 1e-5)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,19 @@ class FlashInferBackend:
                 q[: plan.num_rows], (k_cache.view(paged), v_cache.view(paged)), out=out[: plan.num_rows]
             )
         return out
+
+    def ragged_projected(
+        self,
+        heads: Tensor,
+        turn: HeadTurn,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: RaggedQueries,
+        scale: float,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        q = qk_norm_rope_write(heads, *turn, queries.slots, k_cache, v_cache)
+        return self.ragged(q, k_cache, v_cache, queries, scale)
 
     def block(
         self,

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flashspark.kernels.qk_norm_rope import HeadTurn
+
 
 @dataclass(frozen=True)
 class RaggedQueries:
@@ -82,6 +84,22 @@ class AttentionBackend(Protocol):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
     ) -> Tensor:
         """`q` [M, num_heads, head_dim] -> output of the same shape; grouped-query when heads differ."""
+        ...
+
+    def ragged_projected(
+        self,
+        heads: Tensor,
+        turn: HeadTurn,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: RaggedQueries,
+        scale: float,
+    ) -> Tensor:
+        """As `ragged`, of `heads` [M, num_heads + 2 * num_kv_heads, head_dim] as they come out of the projection.
+
+        What `kernels.qk_norm_rope.qk_norm_rope_write` does is done first: keys and values need not be at
+        `queries.slots` before, and are after. Rows of padding may be written there or not.
+        """
         ...
 
     def block(

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
 from flashspark.kernels.triton.launch import is_interpreted
-from flashspark.kernels.triton.paged_attention import block_attention, ragged_attention
+from flashspark.kernels.triton.paged_attention import block_attention, fits_a_tile, ragged_attention
 
 
 class TritonBackend:
@@ -33,19 +34,25 @@ class TritonBackend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
     ) -> Tensor:
         """See `AttentionBackend`."""
-        return ragged_attention(
-            q,
-            k_cache,
-            v_cache,
-            queries.qo_indptr,
-            queries.kv_lens,
-            queries.num_reqs,
-            queries.page_table,
-            queries.page_size,
-            scale,
-            queries.max_rows or q.shape[0],
-            is_prefill=queries.host_lens is not None,
-        )
+        return _ragged(q, None, k_cache, v_cache, queries, scale)
+
+    def ragged_projected(
+        self,
+        heads: Tensor,
+        turn: HeadTurn,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        queries: RaggedQueries,
+        scale: float,
+    ) -> Tensor:
+        """See `AttentionBackend`. One launch for a verify window that a program holds, two for a prompt."""
+        num_kv_heads = k_cache.shape[1]
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        is_window = queries.host_lens is None
+        if is_window and fits_a_tile(queries.max_rows or heads.shape[0], num_heads, num_kv_heads):
+            return _ragged(heads, turn, k_cache, v_cache, queries, scale)
+        q = qk_norm_rope_write(heads, *turn, queries.slots, k_cache, v_cache)
+        return _ragged(q, None, k_cache, v_cache, queries, scale)
 
     def block(
         self,
@@ -74,3 +81,22 @@ class TritonBackend:
             causal,
             window,
         )
+
+
+def _ragged(
+    q: Tensor, turn: HeadTurn | None, k_cache: Tensor, v_cache: Tensor, queries: RaggedQueries, scale: float
+) -> Tensor:
+    return ragged_attention(
+        q,
+        k_cache,
+        v_cache,
+        queries.qo_indptr,
+        queries.kv_lens,
+        queries.num_reqs,
+        queries.page_table,
+        queries.page_size,
+        scale,
+        queries.max_rows or q.shape[0],
+        is_prefill=queries.host_lens is not None,
+        turn=turn,
+    )

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .dispatch import Implementation, runs_triton
 from .rms_norm import rms_norm
 from .rope import rope
+
+
+class HeadTurn(NamedTuple):
+    """What norms and turns the heads of rows [M]: arguments of `qk_norm_rope` that attention may be handed instead."""
+
+    weight: Tensor  # [Hq + Hkv, D]
+    eps: float
+    cos: Tensor  # [M, 1, D]
+    sin: Tensor  # [M, 1, D]
 
 
 def qk_norm_rope(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashspark.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_write
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope
 from flashspark.kernels.silu_mul import silu_mul
 from flashspark.layers.linear import ColumnLinear, Linear, RowLinear
 from flashspark.layers.norm import HeadNorms
@@ -51,19 +51,17 @@ class AttentionProjections:
             self.num_heads, self.num_kv_heads, head_dim, config.rms_norm_eps, dtype=dtype, device=device
         )
 
+    def project_heads(self, x: Tensor) -> Tensor:
+        """`x` [..., H] -> heads of queries, keys and values as projected, [..., Hq + 2 * Hkv, D]."""
+        return self.qkv(x).view(*x.shape[:-1], -1, self.head_dim)
+
+    def turn(self, rope: RopeTables) -> HeadTurn:
+        """What norms and turns them at the positions of `rope`."""
+        return HeadTurn(self.norms.weight, self.norms.eps, rope.cos, rope.sin)
+
     def project(self, x: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [..., H] -> q [..., Hq, D], k and v [..., Hkv, D]; q and k normed and turned."""
-        heads = self.qkv(x).view(*x.shape[:-1], -1, self.head_dim)
-        norms = self.norms
-        return qk_norm_rope(heads, norms.weight, norms.eps, rope.cos, rope.sin, self.num_kv_heads)
-
-    def project_to(
-        self, x: Tensor, rope: RopeTables, slots: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
-        """As `project` of rows `x` [M, H], with keys and values written to `slots` [M] of the caches: q [M, Hq, D]."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        norms = self.norms
-        return qk_norm_rope_write(heads, norms.weight, norms.eps, rope.cos, rope.sin, slots, k_cache, v_cache)
+        return qk_norm_rope(self.project_heads(x), *self.turn(rope), self.num_kv_heads)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.qkv, self.output)

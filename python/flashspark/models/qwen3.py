@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionBackend, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
+from flashspark.kernels.qk_norm_rope import qk_norm_rope_write
 from flashspark.layers.attention import MLP, AttentionProjections
 from flashspark.layers.embedding import TokenTables
 from flashspark.layers.linear import Linear
@@ -49,8 +50,8 @@ class Qwen3Layer:
     ) -> None:
         """Moves the residual stream [M, H] on by this layer; writes the rows' K/V to the pool."""
         attention, k_cache, v_cache = self.attention, pool.k[layer], pool.v[layer]
-        q = attention.project_to(stream.normed(self.input_norm), rope, queries.slots, k_cache, v_cache)
-        out = backend.ragged(q, k_cache, v_cache, queries, attention.scale)
+        heads, turn = attention.project_heads(stream.normed(self.input_norm)), attention.turn(rope)
+        out = backend.ragged_projected(heads, turn, k_cache, v_cache, queries, attention.scale)
         stream.add_product(attention.output, out)
         self.mlp.add_to(stream, stream.normed(self.post_attention_norm))
 
@@ -58,8 +59,9 @@ class Qwen3Layer:
         self, stream: ResidualStream, rope: RopeTables, layer: int, queries: RaggedQueries, pool: KVPool
     ) -> None:
         """Nothing but the rows' K/V, for rows whose residual stream nobody reads after this layer."""
-        x = stream.normed(self.input_norm)
-        self.attention.project_to(x, rope, queries.slots, pool.k[layer], pool.v[layer])
+        attention = self.attention
+        heads = attention.project_heads(stream.normed(self.input_norm))
+        qk_norm_rope_write(heads, *attention.turn(rope), queries.slots, pool.k[layer], pool.v[layer])
 
     def parameters(self) -> NamedParameters:
         yield from prefixed("input_layernorm", self.input_norm.parameters())

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..qk_norm_rope import HeadTurn
+from .attention_parts import add_block, add_pages, combined, span, turned_heads, write_window, zero_padding
 from .launch import await_previous, block_size, dot_type, is_interpreted, launch_options
 
 PROGRAMS = 264  # two for each multiprocessor of an H200: with half as many, keys are split
@@ -28,185 +30,19 @@ SMALL_TILE = 8  # rows; prefill has tiles of two sizes alone, so that few kernel
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
-def _add_keys(q, k, v, visible, scale, acc, peak, total, DOT: tl.constexpr):
-    """One block of keys into the running softmax: `acc` [M, D], `peak` and `total` [M], all float32."""
-    scores = tl.dot(q, tl.trans(k).to(DOT), input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that have seen no key yet
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, axis=1)
-    product = tl.dot(weights.to(v.dtype).to(DOT), v.to(DOT), input_precision="ieee")
-    return acc * decay[:, None] + product, new_peak, total
-
-
-@triton.jit
-def _span(
-    request,
-    tile,
-    indptr_ptr,
-    lens_ptr,
-    BLOCK_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """A tile's first row and number of rows, its request's number of keys; its range of keys, and of one share."""
-    length = tl.load(lens_ptr + request).to(tl.int32)
-    if BLOCK_ROWS > 0:  # a draft block: all of the context, as far as the window of its first row reaches
-        first_row = request * BLOCK_ROWS
-        num_rows = BLOCK_ROWS
-        start_key = 0
-        if WINDOW > 0:
-            start_key = tl.maximum(length - WINDOW + 1, 0)
-        end_key = length
-    else:
-        first_row = tl.load(indptr_ptr + request).to(tl.int32)
-        num_rows = tl.load(indptr_ptr + request + 1).to(tl.int32) - first_row
-        start_key = 0
-        end_key = tl.minimum(length, length - num_rows + (tile + 1) * TILE)
-    share = tl.cdiv(tl.cdiv(end_key - start_key, MAX_SPLITS), BLOCK_N) * BLOCK_N
-    return first_row, num_rows, length, start_key, end_key, tl.maximum(share, BLOCK_N)
-
-
-@triton.jit
-def _zero_padding(
-    out_ptr,
-    first,
-    num_packed,
-    request,
-    num_slots,
-    head,
-    in_group,
-    d,
-    NUM_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Rows of nobody, shared out over the slots: their numbers mean nothing, and are finite."""
-    for row in range(first + request, num_packed, num_slots):
-        at = ((head * 0 + row).to(tl.int64)[:, None] * NUM_HEADS + head[:, None]) * DIM + d
-        tl.store(out_ptr + at, 0.0, mask=in_group[:, None] & (d < DIM))
-
-
-@triton.jit
-def _add_pages(
-    q,
-    k_ptr,
-    v_ptr,
-    pages_ptr,
-    start,
-    end,
-    last_key,
-    position,
-    page_size,
-    kv_head,
-    d,
-    scale,
-    acc,
-    peak,
-    total,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Keys `start` … `end` - 1 of one request's pages; a row sees those up to `last_key` and within the window that
-    ends at its `position`, both [M]."""
-    for at in range(start, end, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
-        page = tl.load(pages_ptr + key // page_size, mask=key < end, other=0)
-        slot = page * page_size + key % page_size
-        source = (slot * NUM_KV_HEADS + kv_head)[:, None] * DIM + d
-        there = (key < end)[:, None] & (d < DIM)
-        k = tl.load(k_ptr + source, mask=there, other=0.0)
-        v = tl.load(v_ptr + source, mask=there, other=0.0)
-        visible = (key < end)[None, :] & (key[None, :] <= last_key[:, None])
-        if WINDOW > 0:
-            visible = visible & (position[:, None] - key[None, :] < WINDOW)
-        acc, peak, total = _add_keys(q, k, v, visible, scale, acc, peak, total, DOT)
-    return acc, peak, total
-
-
-@triton.jit
-def _add_block(
-    q,
-    k_ptr,
-    v_ptr,
-    row,
-    d,
-    k_stride,
-    v_stride,
-    scale,
-    acc,
-    peak,
-    total,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """The block's own keys, `ROWS` of them."""
-    key = tl.arange(0, BLOCK_N)
-    wide = key.to(tl.int64)[:, None]
-    there = (key < ROWS)[:, None] & (d < DIM)
-    k = tl.load(k_ptr + wide * k_stride + d, mask=there, other=0.0)
-    v = tl.load(v_ptr + wide * v_stride + d, mask=there, other=0.0)
-    visible = (key < ROWS)[None, :] & (row >= 0)[:, None]
-    if CAUSAL:
-        visible = visible & (key[None, :] <= row[:, None])
-    if WINDOW > 0:
-        visible = visible & (row[:, None] - key[None, :] < WINDOW)
-    return _add_keys(q, k, v, visible, scale, acc, peak, total, DOT)
-
-
-@triton.jit
-def _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M: tl.constexpr, DIM: tl.constexpr):
-    """What the shares of a tile have left from place `base` on, added up in their order: [M, D].
-
-    Several at once, so that their loads are under way together; past the first cache, which may be stale.
-    """
-    AT_ONCE: tl.constexpr = max(1, 128 // BLOCK_M)
-    acc = tl.zeros((BLOCK_M, d.shape[1]), tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for first in range(0, num_shares, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)[None, :]
-        place = base + split * BLOCK_M + m[:, None]
-        there = (m >= 0)[:, None] & (split < num_shares)
-        peaks = tl.load(stats_ptr + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        wide = inside[:, None, :] & there[:, :, None]
-        source = acc_ptr + place[:, :, None] * DIM + d[:, None, :]
-        parts = tl.load(source, mask=wide, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(peaks, axis=1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of rows past the tile's
-        decay, weights = tl.exp2(peak - shift), tl.exp2(peaks - shift[:, None])
-        total = total * decay + tl.sum(totals * weights, axis=1)
-        acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=1)
-        peak = new_peak
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
 # fmt: off
 @triton.jit(do_not_specialize=["num_packed", "num_tiles"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, indptr_ptr, lens_ptr,
-    num_reqs_ptr, table_ptr, num_packed, num_tiles, q_stride, block_k_stride, block_v_stride, table_stride, page_size,
-    scale, PROGRAMMATIC: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, COUNTED: tl.constexpr,
-    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, block_k_ptr, block_v_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr,
+    indptr_ptr, lens_ptr, num_reqs_ptr, table_ptr, num_packed, num_tiles, q_stride, block_k_stride, block_v_stride,
+    table_stride, page_size, eps, scale, PROGRAMMATIC: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, TURN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    COUNTED: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LOCAL_N: tl.constexpr, DOT: tl.constexpr,
 ):
     # fmt: on
     await_previous(PROGRAMMATIC)
-    request = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) % num_tiles
+    request, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     kv_head, split = tl.program_id(1), tl.program_id(2)
     num_slots = tl.num_programs(0) // num_tiles
     num_reqs = num_slots
@@ -219,10 +55,10 @@ def _attention_kernel(
         padding = num_reqs * BLOCK_ROWS
         if BLOCK_ROWS == 0:
             padding = tl.load(indptr_ptr + num_reqs).to(tl.int32)
-        _zero_padding(out_ptr, padding, num_packed, request, num_slots, head, m < GROUP, d, NUM_HEADS, DIM)
+        zero_padding(out_ptr, padding, num_packed, request, num_slots, head, m < GROUP, d, NUM_HEADS, DIM)
     if request >= num_reqs:
         return
-    first_row, num_rows, length, start_key, end_key, share = _span(
+    first_row, num_rows, length, start_key, end_key, share = span(
         request, tile, indptr_ptr, lens_ptr, BLOCK_ROWS, WINDOW, TILE, MAX_SPLITS, BLOCK_N
     )
     start = start_key + split * share
@@ -232,13 +68,21 @@ def _attention_kernel(
     row = tile * TILE + m // GROUP
     inside = ((m < TILE * GROUP) & (row < num_rows))[:, None] & (d < DIM)
     packed = (first_row + row).to(tl.int64)[:, None]
-    q = tl.load(q_ptr + packed * q_stride + head[:, None] * DIM + d, mask=inside, other=0.0).to(DOT)
+    pages_ptr, end = table_ptr + request.to(tl.int64) * table_stride, tl.minimum(start + share, end_key)
+    if TURN:
+        write_window(
+            q_ptr, weight_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, pages_ptr, first_row, num_rows, length, start, end,
+            kv_head, d, q_stride, page_size, eps, NUM_HEADS, NUM_KV_HEADS, DIM, LOCAL_N,
+        )  # fmt: skip
+        q = turned_heads(q_ptr, weight_ptr, cos_ptr, sin_ptr, packed, head, d, inside, q_stride, eps, DIM).to(DOT)
+        tl.debug_barrier()  # the whole program has written what it reads
+    else:
+        q = tl.load(q_ptr + packed * q_stride + head[:, None] * DIM + d, mask=inside, other=0.0).to(DOT)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     position = length + row if BLOCK_ROWS > 0 else length - num_rows + row
-    pages_ptr, end = table_ptr + request.to(tl.int64) * table_stride, tl.minimum(start + share, end_key)
-    acc, peak, total = _add_pages(
+    acc, peak, total = add_pages(
         q, k_ptr, v_ptr, pages_ptr, start, end, position, position, page_size, kv_head, d, scale, acc, peak, total,
         NUM_KV_HEADS, DIM, WINDOW, BLOCK_N, DOT,
     )  # fmt: skip
@@ -246,7 +90,7 @@ def _attention_kernel(
         if split == 0:
             own_k_ptr = block_k_ptr + first_row.to(tl.int64) * block_k_stride + kv_head * DIM
             own_v_ptr = block_v_ptr + first_row.to(tl.int64) * block_v_stride + kv_head * DIM
-            acc, peak, total = _add_block(
+            acc, peak, total = add_block(
                 q, own_k_ptr, own_v_ptr, row, d, block_k_stride, block_v_stride, scale, acc, peak, total,
                 DIM, BLOCK_ROWS, CAUSAL, WINDOW, LOCAL_N, DOT,
             )  # fmt: skip
@@ -266,7 +110,7 @@ def _attention_kernel(
         tl.debug_barrier()  # the whole program has written before it says so
         if tl.atomic_add(done_ptr + of_tile, 1, sem="acq_rel") == num_shares - 1:
             tl.store(done_ptr + of_tile, 0)  # for the next launch
-            whole = _combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M, DIM)
+            whole = combined(acc_ptr, stats_ptr, base, num_shares, m, d, inside, BLOCK_M, DIM)
             tl.store(out_ptr + out_place, whole, mask=inside)
 
 
@@ -283,6 +127,7 @@ def ragged_attention(
     max_rows: int,
     max_splits: int | None = None,
     is_prefill: bool = False,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     """Causal attention, bottom-right aligned, of packed rows over their requests' pages.
 
@@ -293,14 +138,22 @@ def ragged_attention(
         max_rows: no request has more rows.
         max_splits: None: as many as it takes to fill the device.
         is_prefill: `max_rows` may be anything from one call to the next, and few kernels are to serve them all.
+        turn: `q` is [M, Hq + 2 * Hkv, D], heads of queries, keys, values as projected. They are normed and turned
+            (`kernels.qk_norm_rope`), and keys and values written to the rows' pages, in the same launch; rows of
+            nobody are not written. Only where `fits_a_tile(max_rows, …)`, and not of prefill.
 
     Returns:
         [M, Hq, D]; rows of nobody are zero.
     """
     return _attend(
         q, k_cache, v_cache, None, None, qo_indptr, kv_lens, num_reqs, page_table, page_size, scale, max_rows, True, 0,
-        max_splits, is_prefill,
+        max_splits, is_prefill, turn,
     )  # fmt: skip
+
+
+def fits_a_tile(max_rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether one program has all rows of a window for a key head, so that it sees no keys that another one writes."""
+    return max_rows <= max(1, MAX_TILE // (num_heads // num_kv_heads))
 
 
 def block_attention(
@@ -354,9 +207,14 @@ def _attend(
     window: int,
     max_splits: int | None,
     is_prefill: bool = False,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     num_packed, num_heads, dim = q.shape
     num_slots, num_kv_heads = page_table.shape[0], k_cache.shape[1]
+    if turn is not None:
+        num_heads -= 2 * num_kv_heads
+        assert fits_a_tile(max_rows, num_heads, num_kv_heads) and not is_prefill
+        assert turn.weight.is_contiguous() and turn.cos.is_contiguous() and turn.sin.is_contiguous()
     out = torch.empty((num_packed, num_heads, dim), dtype=q.dtype, device=q.device)
     if num_packed == 0:
         return out
@@ -384,6 +242,7 @@ def _attend(
         "NUM_KV_HEADS": num_kv_heads,
         "DIM": dim,
         "BLOCK_ROWS": 0 if block_k is None else max_rows,
+        "TURN": turn is not None,
         "WINDOW": window,
         "COUNTED": num_reqs is not None,
         "TILE": tile,
@@ -393,14 +252,18 @@ def _attend(
         "BLOCK_D": block_size(dim, 16),
     }
     count = lens if num_reqs is None else num_reqs
+    weight, eps, cos, sin = (q, 0.0, q, q) if turn is None else turn
+    of_block = 16  # rows of the block, or of the window that is written
+    if block_k is not None or turn is not None:
+        of_block = block_size(max_rows, 16 if turn is None else 1)
     done = stats
     if max_splits > 1:
         done = _counters(q.device)
         assert num_programs <= len(done), "so many programs need no shares"
     _attention_kernel[(num_slots * num_tiles, num_kv_heads, max_splits)](
-        q, k_cache, v_cache, k, v, out, acc, stats, done, indptr, lens, count, page_table,
-        num_packed, num_tiles, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, scale * LOG2_E,
-        CAUSAL=causal, LOCAL_N=block_size(max_rows, 16) if block_k is not None else 16, DOT=dot_type(q.dtype),
+        q, k_cache, v_cache, k, v, weight, cos, sin, out, acc, stats, done, indptr, lens, count, page_table,
+        num_packed, num_tiles, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), page_size, eps,
+        scale * LOG2_E, CAUSAL=causal, LOCAL_N=of_block, DOT=dot_type(q.dtype),
         num_warps=num_warps, num_stages=num_stages, **shape, **launch_options(num_packed),
     )  # fmt: skip
     return out

@@ -13,14 +13,14 @@ HEADS = 16  # of a program
 
 
 @triton.jit
-def _normed(x, weight, inverse):
+def normed_heads(x, weight, inverse):
     """A normed and weighted block of `x`, rounded as `rms_norm` does, in float32."""
     normed = (x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _turned(own, other, cos_ptr, sin_ptr, inside, dtype: tl.constexpr):
+def turned(own, other, cos_ptr, sin_ptr, inside, dtype: tl.constexpr):
     """One half of turned heads, from its own elements and those of the other half; rounded as `rope` does."""
     cos = tl.load(cos_ptr, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -66,10 +66,10 @@ def _qk_norm_rope_kernel(
     high = tl.load(source + HALF, mask=inside, other=0.0)
     squares = low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(squares, axis=1) / DIM + eps)[:, None]
-    own, other = _normed(low, low_weight, inverse), _normed(high, high_weight, inverse)
+    own, other = normed_heads(low, low_weight, inverse), normed_heads(high, high_weight, inverse)
     cos, sin = cos_ptr + row * DIM + column, sin_ptr + row * DIM + column
-    new_low = _turned(own, other, cos, sin, in_half, low.dtype)
-    new_high = _turned(other, own, cos + HALF, sin + HALF, in_half, low.dtype)
+    new_low = turned(own, other, cos, sin, in_half, low.dtype)
+    new_high = turned(other, own, cos + HALF, sin + HALF, in_half, low.dtype)
 
     slot = row
     if TO_SLOTS:
