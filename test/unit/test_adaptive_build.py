@@ -240,7 +240,9 @@ def test_measured_once_and_then_read(folders, tmp_path, caplog, monkeypatch):
     fourth = build(folders, "dflash2", speculative_cost_table="measured")
     assert "cannot be read" in caplog.text
     assert fourth.ready.info["speculative_cost_table_source"] == "measured at start-up"
-    assert json.loads(file.read_text())["fingerprint"]["width"] == 6
+    fingerprint = json.loads(file.read_text())["fingerprint"]
+    assert fingerprint["width"] == 6
+    assert fingerprint["attention"] == "torch_native, torch_native"  # of verify, and of the draft
 
 
 def test_a_rough_table_is_not_kept(folders, tmp_path, caplog, monkeypatch):

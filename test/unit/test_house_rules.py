@@ -29,16 +29,21 @@ ARROWS: dict[str, set[str]] = {
     "text": set(),
     "ipc": set(),
     "kernels": set(),
+    "upload": set(),
     # device side, bottom up
-    "attention": {"kernels"},
+    "attention": {"kernels", "upload"},
     "distributed": {"args", "envs"},
     "layers": {"attention", "kernels", "distributed"},
     "models": {"layers", "attention", "kernels", "distributed"},
-    "engine": {"models", "layers", "attention", "kernels", "distributed", "args", "envs", "demo"},
-    "speculative": {"engine", "models", "layers", "attention", "kernels", "distributed", "args", "envs"},
+    "engine": {"models", "layers", "attention", "kernels", "upload", "distributed", "args", "envs", "demo"},
+    "speculative": {
+        *("engine", "models", "layers", "attention", "kernels", "upload", "distributed", "args", "envs"),
+    },
     # host side
     "args": {"envs", "demo"},
-    "scheduler": {"speculative", "engine", "kernels", "distributed", "ipc", "text", "args", "envs", "heap"},
+    "scheduler": {
+        *("speculative", "engine", "kernels", "upload", "distributed", "ipc", "text", "args", "envs", "heap"),
+    },
     "api": {"ipc", "text", "args", "envs", "demo"},
     "launch_server": {"api", "scheduler", "ipc", "args", "envs", "heap", "demo"},
     # clients of a live server

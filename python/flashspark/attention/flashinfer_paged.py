@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
 from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
+from flashspark.upload import upload
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class FlashInferBackend:
         page_indptr = _indptr(num_pages)
         firsts = present * queries.page_table.shape[1] - page_indptr[:-1]
         places = np.repeat(firsts, num_pages) + np.arange(page_indptr[-1])
-        indices = queries.page_table.reshape(-1).index_select(0, self._upload(places)).to(torch.int32)
+        indices = queries.page_table.reshape(-1).index_select(0, upload(places, self._device)).to(torch.int32)
         if wrapper.planned is not None:
             wrapper.planned.synchronize()  # of NUM_WRAPPERS plans ago: over long since
         wrapper.inner.plan(
@@ -177,11 +178,6 @@ class FlashInferBackend:
         """int32 on the host; pinned for a GPU, so that flashinfer's own copies to it are queued."""
         tensor = torch.from_numpy(values.astype(np.int32))
         return tensor.pin_memory() if self._on_gpu else tensor
-
-    def _upload(self, values: NDArray[np.int64]) -> Tensor:
-        """int64 on the device, without waiting for it."""
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else tensor
 
 
 def _indptr(lens: NDArray[np.int64]) -> NDArray[np.int64]:

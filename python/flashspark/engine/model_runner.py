@@ -14,9 +14,9 @@ from flashspark.kernels.draft_inputs import draft_inputs
 from flashspark.kernels.matmul_choice import choose
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
+from flashspark.upload import upload
 
 from .request_rows import RequestRows
-from .upload import upload
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from flashspark.kernels.pack_rows import within_limits
-
-from .upload import upload
+from flashspark.upload import upload
 
 UNLIMITED = 2**40  # tokens
 

@@ -315,7 +315,7 @@ def _fingerprint(args: ServerArgs, engine: Engine, worker: SpeculativeWorker, gr
         "weights": f"{args.load_format}, {args.speculative_draft_load_format or args.load_format}",
         "dtype": str(runner.target.dtype).removeprefix("torch."),
         "device": device_fingerprint(runner.device),
-        "attention": runner.verify_backend.name,
+        "attention": f"{runner.verify_backend.name}, {runner.draft_backend.name}",
         "page size": args.page_size,
         "context": min(CONTEXT_TOKENS, engine.context_length - worker.width),
         "graphs": int(worker.graphs is not None and not args.disable_cuda_graph),

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashspark.engine.upload import upload
 from flashspark.ipc import FinishReason
 from flashspark.speculative.adaptive import VerifyMode
 from flashspark.speculative.planner import Plan
 from flashspark.speculative.step_results import PendingResults, StepReader, StepResults
 from flashspark.speculative.types import Logprobs, StepBatch
 from flashspark.speculative.worker import SpeculativeWorker
+from flashspark.upload import upload
 
 from .isolation import decode_apart, not_finite
 from .request import Request

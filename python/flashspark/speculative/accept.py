@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from flashspark.engine.request_rows import RequestRows
-from flashspark.engine.upload import upload
 from flashspark.kernels.accept import accept_greedy, accept_sampled, all_finite, block_tokens
 from flashspark.kernels.commit_rows import commit_rows
 from flashspark.kernels.token_mask import apply_token_masks
 from flashspark.kernels.top_tokens import best_tokens
+from flashspark.upload import upload
 
 from .grammar import StepMasks
 from .sampling import SamplingRows, StepSampling

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashspark.engine.upload import upload
 from flashspark.kernels.allocate import allocate
+from flashspark.upload import upload
 
 from .confidence import ConfidenceSource
 from .planner import Plan, VerifyPlanner

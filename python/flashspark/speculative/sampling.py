@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashspark.engine.upload import upload
 from flashspark.kernels.philox import step_uniforms
 from flashspark.kernels.target_probs import adjust_logits, target_probs
+from flashspark.upload import upload
 
 GREEDY_TEMPERATURE = 1e-5  # at or below it a request is greedy; one constant everywhere
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.engine.upload import upload
+from flashspark.upload import upload
 
 from .adaptive import AdaptiveVerifier, VerifyMode
 from .confidence import ConfidenceSource

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from flashspark.engine.graph_runner import GraphRunner, StepRunner
 from flashspark.engine.model_runner import ModelRunner
-from flashspark.engine.upload import upload
 from flashspark.kernels.accept_step import accept_step
 from flashspark.kernels.allocate import allocate
 from flashspark.kernels.top_tokens import best_tokens
+from flashspark.upload import upload
 
 from .accept import AcceptRule
 from .confidence import ConfidenceSource

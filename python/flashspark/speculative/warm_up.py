@@ -12,7 +12,7 @@ import time
 import torch
 
 from flashspark.engine.model_runner import PrefillChunk
-from flashspark.engine.upload import upload
+from flashspark.upload import upload
 
 from .sampling import RowSampling
 from .types import StepBatch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashspark.engine.model_runner import ModelRunner, PrefillChunk
 from flashspark.engine.stage_clock import StageClock
-from flashspark.engine.upload import upload
+from flashspark.upload import upload
 
 from .accept import AcceptRule, accept, commit
 from .adaptive import AdaptiveVerifier, VerifyMode
