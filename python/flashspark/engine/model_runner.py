@@ -11,7 +11,7 @@ from torch import Tensor
 from flashspark.attention.interface import AttentionBackend, BlockQueries, RaggedQueries
 from flashspark.attention.kv_pool import KVPool
 from flashspark.kernels.draft_inputs import draft_inputs
-from flashspark.kernels.matmul_choice import choose
+from flashspark.kernels.matmul_choice import Group, choose
 from flashspark.models.dflash import DFlashDraft
 from flashspark.models.qwen3 import Qwen3
 from flashspark.upload import upload
@@ -65,8 +65,8 @@ class ModelRunner:
         """The same of the draft's."""
         return self._draft_backend
 
-    def choose_matmuls(self, row_counts: Sequence[int], logits: Tensor | None) -> None:
-        """Measures how products of these numbers of rows are made (`kernels.matmul_choice`).
+    def choose_matmuls(self, row_counts: Sequence[int], logits: Tensor | None) -> int:
+        """Measures how products of these numbers of rows are made (`kernels.matmul_choice`); how many under load.
 
         `logits`: float32 [rows, V], written over; None: the head is left as it is.
         """
@@ -75,9 +75,10 @@ class ModelRunner:
             for linear in () if model is None else model.linears():
                 if linear.weight is not None and linear.bias is None:
                     by_shape.setdefault(tuple(linear.weight.shape), []).append(linear.weight)
-        choose(list(by_shape.values()), row_counts)
+        groups: list[Group] = [(weights, None) for weights in by_shape.values()]
         if logits is not None:
-            choose([[self.target.tables.head_weight]], row_counts, logits)
+            groups.append(([self.target.tables.head_weight], logits))
+        return choose(groups, row_counts)
 
     def prefill(self, chunks: Sequence[PrefillChunk], reads_hidden: bool = False) -> Tensor | None:
         """Writes target K/V and draft context K/V of the chunks; pages must have been set. Advances no length.

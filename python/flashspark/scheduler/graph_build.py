@@ -113,9 +113,10 @@ def _choose_matmuls(engine: Engine, graphs: StepGraphs, width: int) -> None:
     started, grid = time.monotonic(), graphs.grid
     shapes = [*grid.plain_keys(), *(grid.reachable_keys() if width > 1 else ())]
     rows = {shape.num_tokens for shape in shapes} | {num_reqs * width for num_reqs in grid.buckets}
-    engine.runner.choose_matmuls(sorted(rows), graphs.logits)
+    num_loaded = engine.runner.choose_matmuls(sorted(rows), graphs.logits)
     logger.info(
-        "matrix products: measured for %d row counts in %.1f s", len(rows), time.monotonic() - started
+        "matrix products: measured for %d row counts in %.1f s; %d products chosen under load",
+        *(len(rows), time.monotonic() - started, num_loaded),
     )
 
 
