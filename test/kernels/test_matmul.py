@@ -14,6 +14,7 @@ from flashspark.kernels.matmul_choice import HeavyProduct, burst, choose, in_ord
 from flashspark.kernels.matmul_seeds import configurations
 from parity import DEVICE, assert_close, randn
 
+NEVER = float("inf")
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
 
@@ -50,7 +51,7 @@ def test_an_algorithm_is_its_configuration():
 @given(st.lists(st.floats(0.5, 1.5) | st.just(float("inf")), max_size=20), st.floats(0.5, 1.5))
 def test_the_quickest_wins_if_it_is_clearly_better_than_the_usual(times, usual):
     found = dict(zip(map(algorithm, range(len(times))), times, strict=True)) | {"default": usual}
-    finals = burst(8, list(found), lambda rows, ways, rounds: [found[way] for way in ways])
+    finals = burst(8, list(found), lambda rows, ways, rounds: [found.get(way, NEVER) for way in ways])
     assert next(iter(finals)) == "default" and len(finals) <= 1 + matmul_choice.FINALISTS
     best = min(found.values())
     assert found[quickest(finals, 0.99)] == (best if best < 0.99 * usual else usual)
@@ -60,11 +61,23 @@ def test_the_final_decides():
     """What was quick once, by chance, does not win."""
 
     def measure(rows, ways, rounds):
-        return [{"default": 1.0, "cublas": 0.5 if rounds == 1 else 1.1}.get(way, 0.9) for way in ways]
+        quick = {"default": 1.0, "cublas": 0.5 if rounds == 1 else 1.1, algorithm(3): 0.9}
+        return [quick.get(way, NEVER) for way in ways]
 
     finals = burst(8, ["default", "cublas", algorithm(3)], measure)
     assert finals == {"default": 1.0, "cublas": 1.1, algorithm(3): 0.9}
     assert quickest(finals, 0.99) == algorithm(3)
+
+
+def test_an_algorithm_runs_without_workspace_where_it_is_as_quick_so():
+    """The same algorithm with and without are two ways; not every one can do a product without."""
+    times = {"default": 1.0, algorithm(1): 0.5, algorithm(2): 0.6, algorithm(3): 0.7}
+    times |= {algorithm(1).lean: 0.505, algorithm(2).lean: 0.61, algorithm(3).lean: NEVER}
+    assert algorithm(1).lean == algorithm(1).lean.lean != algorithm(1)
+    contestants = [way for way in times if way == "default" or way.has_workspace]
+    finals = burst(8, contestants, lambda rows, ways, rounds: [times[way] for way in ways])
+    kept = ["default", algorithm(2), algorithm(3), algorithm(1).lean, algorithm(2).lean]
+    assert finals == {way: times[way] for way in kept} and list(finals) == kept
 
 
 def heavy(num_rows=512, flops=1.0, **times) -> HeavyProduct:
@@ -254,10 +267,17 @@ def test_every_way_multiplies(out_dtype):
             with cublaslt.Product(x, held, out) as product:
                 listed = product.algorithms()
             assert listed
-            for way in [*LIBRARIES, *listed]:
+            refused = []
+            for way in [*LIBRARIES, *listed, *(way.lean for way in listed)]:
                 module.remember((n, 512, 256, out_dtype), way)
                 out.fill_(float("nan"))
-                assert_close(matmul(x, held, out), expected, 1e-3 if out_dtype == torch.float32 else None)
+                try:
+                    matmul(x, held, out)
+                except cublaslt.CublasLtError:
+                    refused.append(way)
+                else:
+                    assert_close(out, expected, 1e-3 if out_dtype == torch.float32 else None)
+            assert len(refused) < len(listed) and not any(way.has_workspace for way in refused)
 
 
 @GPU

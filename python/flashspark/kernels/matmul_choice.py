@@ -40,6 +40,9 @@ BURST_MARGIN = 0.92
 # Which ways run, besides PyTorch's choice: so many of the burst's best, if within so much of the quickest. Of 15
 # products on an H200, that is within 2 % of the best of 71 to 243 ways under load, of 13 within 1 %.
 LOAD_FINALISTS, LOAD_REACH = 5, 1.12
+LEAN_REACH = (
+    1.01  # an algorithm without workspace takes at most so much longer in a burst than with, to be preferred
+)
 LOAD_SURVIVAL = 1.03  # within so much of the first round's quickest, to run in the second
 BLOCK_MS = 60.0  # of one way; the second half is timed
 # Until the clock has settled, from rest and after the host was busy with something else.
@@ -135,8 +138,17 @@ def burst(
     times = measure(num_rows, contestants, 1)
     order = sorted(range(len(contestants)), key=times.__getitem__)[:num_finalists]
     finalists = [LIBRARIES[0], *(contestants[i] for i in order if times[i] < _NEVER)]
+    finalists += [way.lean for way in finalists if isinstance(way, Algorithm)]
     finalists = list(dict.fromkeys(finalists))
-    return dict(zip(finalists, measure(num_rows, finalists, NUM_ROUNDS), strict=True))
+    found = dict(zip(finalists, measure(num_rows, finalists, NUM_ROUNDS), strict=True))
+    return {way: elapsed for way, elapsed in found.items() if elapsed < _NEVER and not _has_lean(way, found)}
+
+
+def _has_lean(way: Way, times: Mapping[Way, float]) -> bool:
+    """Whether the same algorithm without workspace is as quick, so that this one need not run again."""
+    if not isinstance(way, Algorithm) or not way.has_workspace:
+        return False
+    return times.get(way.lean, _NEVER) <= LEAN_REACH * times[way]
 
 
 def quickest(times: Mapping[Way, float], margin: float) -> Way:
