@@ -54,8 +54,8 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORKLOADS = ("W1:0", "W1:1", "W2:0")
 ARMS = ("static", "compact", "off", "cap-accept")
 CAP_ACCEPT_AT = (8, 32, 128)  # full blocks with a cutoff are a check, not a way to serve
-# Of an arm that speculates, from 2 clients on, where a run is over with the first client's only request; in at most
-# MORE_REPEATS times as many repeats.
+# Of an arm that speculates, in at most MORE_REPEATS times as many repeats: with few clients a run is of few texts, and
+# one that parts at a near-tie, after a step of fewer rows, is accepted otherwise from there on.
 MIN_PROMPTS, MORE_REPEATS = 64, 4
 CONTEXT = 1024  # of the shipped pair; longer texts mean nothing to it
 SETTLE_SECONDS = (
@@ -92,7 +92,7 @@ def repeats_of(options: argparse.Namespace, arm: str, concurrency: int) -> int:
     repeats: int = options.repeats
     if arm == "cap-accept":
         return int(concurrency in options.cap_accept_at)
-    if arm == "off" or concurrency == 1:
+    if arm == "off":
         return repeats
     return max(repeats, min(MORE_REPEATS * repeats, -(-MIN_PROMPTS // concurrency)))
 

@@ -9,8 +9,9 @@
 #   PAIR          where the inflated pair lies or is made  (default: $TMPDIR or /tmp, flashspark-qwen3-8b)
 #   PIECES        concurrencies, one engine for each group (default: 1,2,4,8,16,32,64,128,256 on one: a start takes 70 s)
 #   LENGTHS       where compact is compared with every fixed block length (default: "W2:0 W1:0"; "none": nowhere)
-#   PARTS         of table, breakdown, simulated, kernels  (default: "table breakdown simulated"); breakdowns are of the
-#                 engines of table and simulated, or of one of its own if neither is asked for
+#   PARTS         of table, breakdown, simulated, random, kernels  (default: "table breakdown simulated random");
+#                 breakdowns are of the engines of table and simulated, or of one of its own if neither is asked for;
+#                 random is simulated with random weights of the target too, as the peer's were
 #   SERVER_ARGS   further flags of the engine              (default: none)
 #   TABLE_ARGS    further flags of benchmark/gpu_serving.py for the table, for instance --budget-seconds 400
 #   PEER_ARGS     the same for the comparison with a peer  (default: none)
@@ -20,13 +21,13 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-[[ $# -eq 1 ]] || { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ $# -eq 1 ]] || { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 out="$1"
 pair="${PAIR:-${TMPDIR:-/tmp}/flashspark-qwen3-8b}"
 python="${PYTHON:-python3}"
 read -ra pieces <<<"${PIECES:-1,2,4,8,16,32,64,128,256}"
 read -ra lengths <<<"${LENGTHS:-W2:0 W1:0}"
-read -ra parts <<<"${PARTS:-table breakdown simulated}"
+read -ra parts <<<"${PARTS:-table breakdown simulated random}"
 read -ra table_args <<<"${TABLE_ARGS:-}"
 read -ra peer_args <<<"${PEER_ARGS:-}"
 export PYTHONPATH="$root/python${PYTHONPATH:+:$PYTHONPATH}"
@@ -66,14 +67,21 @@ elif wants breakdown && ! wants simulated; then
   "$python" benchmark/step_breakdown.py --model-path "$pair/target" --speculative-draft-model-path "$pair/dflash2" \
     --speculative-algorithm DFLASH --out "$out/breakdown" ${COMMIT:+--commit "$COMMIT"} ${SERVER_ARGS:-} 2>&1 | tee "$out/breakdown.log"
 fi
-if wants simulated; then
+against_peer() { # NAME FLAGS-OF-THE-ENGINE FLAGS…
+  local name="$1" engine="$2"
+  shift 2
   # The peer's draft was a DFlash of the first kind.
   "$python" benchmark/peer_draft.py "$pair/dflash2" "$pair/peer-draft"
+  measure "$name" 1,4,8,16,32,64,128 peer-draft --simulate-accept 4 --repeats 2 "$@" \
+    --server-args="${SERVER_ARGS:-} --speculative-draft-load-format dummy$engine" ${peer_args[@]+"${peer_args[@]}"}
+}
+
+if wants simulated; then
   last=()
   if wants breakdown; then last=(--breakdown "$out/simulated-breakdown"); fi
-  measure simulated 1,4,8,16,32,64,128 peer-draft --simulate-accept 4 --repeats 2 ${last[@]+"${last[@]}"} \
-    --server-args="${SERVER_ARGS:-} --speculative-draft-load-format dummy" ${peer_args[@]+"${peer_args[@]}"}
+  against_peer simulated "" ${last[@]+"${last[@]}"}
 fi
+if wants random; then against_peer random " --load-format dummy"; fi
 if wants kernels; then
   "$python" benchmark/kernels.py --out "$out/kernels" 2>&1 | tee "$out/kernels.log"
 fi

@@ -21,10 +21,12 @@ RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PLOT = ROOT / "docs" / "gpu_serving.svg"
 STEPS, PEER_STEPS = "step_breakdown_h200.json", "step_breakdown_simulated_h200.json"
+SIMULATED, RANDOM = "gpu_simulated_h200.json", "gpu_simulated_random_h200.json"
 NOT_RECORDED = "Not recorded yet."
 RECORDED = {
     "table.json": "gpu_serving_h200.json",
-    "simulated.json": "gpu_simulated_h200.json",
+    "simulated.json": SIMULATED,
+    "random.json": RANDOM,
     "breakdown/step_breakdown.json": STEPS,
     "simulated-breakdown/step_breakdown.json": PEER_STEPS,
     "kernels/kernels.json": "kernels_h200.json",
@@ -85,14 +87,17 @@ def peer() -> str:
     from serving_report import PEER
 
     rows = []
-    for row in points("gpu_simulated_h200.json"):
+    of_pair = [("the pair's", row) for row in points(SIMULATED)]
+    at_random = [("random", row) for row in (points(RANDOM) if (RESULTS / RANDOM).exists() else ())]
+    for weights, row in of_pair + at_random:
         plain, drafted = PEER[row["concurrency"]]
-        cells = [str(row["concurrency"])]
+        cells = [weights, str(row["concurrency"])]
         for arm, theirs in (("off", plain), ("static", drafted)):
             ours = row["arms"][arm]
             cells += [f"{ours['decode_rate']:,.0f}", f"{theirs:,.0f}", f"{ours['decode_rate'] / theirs:.3f}"]
         rows.append([*cells, row["commit"]])
     head = (
+        "target's weights",
         "requests",
         "plain, tokens/s",
         "peer",

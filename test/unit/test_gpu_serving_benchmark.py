@@ -258,7 +258,7 @@ def measured(*flags, point):
 
 def test_arms_run_as_often_as_their_noise_asks_for():
     for concurrency, wanted in (
-        (1, {"static": 3, "compact": 3, "off": 3}),
+        (1, {"static": 12, "compact": 12, "off": 3}),
         (2, {"static": 12, "compact": 12, "off": 3}),
         (4, {"static": 12, "compact": 12, "off": 3}),
         (8, {"static": 8, "compact": 8, "off": 3, "cap-accept": 1}),

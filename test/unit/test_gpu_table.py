@@ -40,7 +40,7 @@ def value_of(call: list[str], flag: str) -> str:
 
 
 def test_one_engine_plays_the_whole_table_and_another_the_peers(tmp_path):
-    table, draft, simulated = calls_of(tmp_path, COMMIT="abc")
+    table, draft, simulated, _, random = calls_of(tmp_path, COMMIT="abc")
     assert table[:2] == ["benchmark/gpu_serving.py", "--in-process"]
     assert value_of(table, "--concurrency") == "1,2,4,8,16,32,64,128,256"
     assert value_of(table, "--draft") == "T/pair/dflash2" and value_of(table, "--commit") == "abc"
@@ -52,6 +52,10 @@ def test_one_engine_plays_the_whole_table_and_another_the_peers(tmp_path):
     assert value_of(simulated, "--draft") == "T/pair/peer-draft"
     assert value_of(simulated, "--simulate-accept") == "4" and "--lengths" not in simulated
     assert value_of(simulated, "--breakdown") == "T/out/simulated-breakdown"
+    assert "--load-format" not in simulated and value_of(random, "--load-format") == "dummy"
+    assert value_of(random, "--simulate-accept") == "4" and value_of(random, "--out") == "T/out/random.json"
+    for call in (simulated, random):
+        assert value_of(call, "--speculative-draft-load-format") == "dummy"
 
 
 def test_pieces_and_parts(tmp_path):
@@ -146,4 +150,9 @@ def test_points_that_were_not_measured_again_stay_with_their_commit(tmp_path, mo
         (4, 400.0, "a" * 7),
         (8, 800.0, "0" * 7),
     ]
-    assert performance_tables.peer().splitlines()[2].endswith("| bbbbbbb |")
+    lines = performance_tables.peer().splitlines()
+    assert lines[2].startswith("| the pair's | 1 |") and lines[2].endswith("| bbbbbbb |")
+    (out / "random.json").write_text(json.dumps({"commit": "c" * 40, "points": [point(8, 900.0)]}))
+    performance_tables.record(out)
+    *before, last = performance_tables.peer().splitlines()
+    assert before == lines and last.startswith("| random | 8 | 900 |") and last.endswith("| ccccccc |")
