@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from flashspark.attention import triton_paged
 from flashspark.attention.interface import RaggedQueries
 from flashspark.attention.registry import make_backend
 from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
@@ -155,9 +156,17 @@ def test_projected_windows_are_turned_and_written(heads, kv_heads, dim, page_siz
     assert_attention_close(out[:num_rows], native("ragged", q, k, v, plain, 0.2))
 
 
-@pytest.mark.parametrize("max_rows", [3, 33])
-def test_the_backend_takes_projected_rows_of_any_window(max_rows):
-    """One launch where a program holds a window, two where it does not and for prompts: the same numbers."""
+@pytest.mark.parametrize(("max_rows", "most_programs"), [(3, 4), (3, 3), (33, 4)])
+def test_the_backend_takes_projected_rows_of_any_window(max_rows, most_programs, monkeypatch):
+    """One launch where a program holds a window, two where it does not, of many requests and for prompts: the same
+    numbers."""
+    separate = []
+    monkeypatch.setattr(triton_paged, "MAX_TURNING_PROGRAMS", most_programs)
+    monkeypatch.setattr(
+        triton_paged,
+        "qk_norm_rope_write",
+        lambda *args: separate.append(1) or qk_norm_rope_write(*args),
+    )
     pages = Pages(2, 96, page_size=16)
     spans = [(0, 20, max_rows), (1, 0, 2)]
     rows, turn, (k, v) = projected(pages, spans, 8, 2, 16, torch.float32)
@@ -173,6 +182,7 @@ def test_the_backend_takes_projected_rows_of_any_window(max_rows):
         assert_attention_close(got, reference)
         for cache, other in zip(own, expected, strict=True):
             assert_close(cache.nan_to_num(7.0).cpu(), other.nan_to_num(7.0), 1e-5)
+    assert len(separate) == (1 if (max_rows, most_programs) == (3, 4) else 2)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
