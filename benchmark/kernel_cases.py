@@ -163,6 +163,7 @@ class Cases:
         yield self.target_probs(num_reqs, "neutral", 0, 1.0)
         yield self.target_probs(num_reqs, "top-p", 0, 0.9)
         yield self.target_probs(num_reqs, "top-k", 50, 1.0)
+        yield self.target_probs(num_reqs, "flat", 0, 0.9)
         yield self.accept_sampled(num_reqs)
         yield self.observe(num_reqs)
 
@@ -473,11 +474,13 @@ class Cases:
         return Case("accept, sampled", num_reqs, make, num_reqs * (g.vocab_size * 4 + g.gamma * 220))
 
     def target_probs(self, num_reqs: int, kind: str, top_k: int, top_p: float) -> Case:
-        """Logits of all rows to the distribution that is served."""
+        """Logits of all rows to the distribution that is served; `kind` flat: no token stands out."""
         g, num_rows = self.g, num_reqs * self.g.width
 
         def make(seed: int) -> Call:
             logits = 3 * self._inputs(seed).randn(num_rows, g.vocab_size, dtype=torch.float32)
+            if kind != "flat":  # as a model's: some hundred tokens have nearly all of the mass
+                logits[:, :: g.vocab_size // 300] += 12
             ones = torch.ones(num_rows, device=self.device)
             return partial(target_probs, logits, ones, self._lens([top_k] * num_rows), top_p * ones, 0 * ones)
 

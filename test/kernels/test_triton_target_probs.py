@@ -11,14 +11,20 @@ NUM_ROWS, SIZE = 6, 43
 
 
 @pytest.fixture(autouse=True)
-def chunks_of_32(monkeypatch):
-    """So that a row has two."""
+def twin(monkeypatch):
+    """With chunks of 32, so that a row has two, and six runs."""
     from flashspark.kernels.triton import target_probs as twin
 
     monkeypatch.setattr(twin, "CHUNK", 32)
+    monkeypatch.setattr(twin, "RUN", 8)
+    monkeypatch.setattr(twin, "CAPACITY", 16)
+    return twin
 
 
-def test_target_probs():
+@pytest.mark.parametrize("capacity", [64, 1])
+def test_target_probs(capacity, twin, monkeypatch):
+    """As many candidates as a row has tokens, and hardly any."""
+    monkeypatch.setattr(twin, "CAPACITY", capacity)
     logits = 2 * randn(NUM_ROWS, SIZE)
     logits[3] = (logits[3] * 2).round() / 2  # ties at the thresholds
     logits[4, ::5] = float("-inf")
@@ -32,6 +38,24 @@ def test_target_probs():
     got = target_probs(logits, *settings, "triton")
     assert torch.equal(got > 0, expected > 0)
     assert (expected > 0).sum(1).unique().numel() > 3
+    assert_close(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("scale", "temperature"), [(0.1, 5.0), (2.0, 1.0), (2.0, 0.3), (30.0, 1.0)])
+def test_what_is_left_out_first_is_never_kept(scale, temperature):
+    """Top-k about the number of runs, of flat rows and of peaked ones, with ties, within a run and across; top-p from
+    hardly any to nearly all."""
+    top_k = integers([0, 0, 0, 0, 1, 5, 6, 7, 6, 42])
+    top_p = torch.tensor([1e-6, 0.5, 0.999, 0.99999, 1.0, 1.0, 1.0, 1.0, 0.7, 0.95], device=DEVICE)
+    n = len(top_k)
+    logits = scale * randn(n, SIZE, seed=3)
+    logits[:, 8:16] += 2 * scale  # the best are neighbours
+    logits[::2] = (logits[::2] / scale).round() * scale
+    logits[1, 3:] = float("-inf")
+    settings = (torch.full((n,), temperature, device=DEVICE), top_k, top_p, torch.zeros(n, device=DEVICE))
+    expected = reference(target_probs, logits, *settings)
+    got = target_probs(logits, *settings, "triton")
+    assert torch.equal(got > 0, expected > 0)
     assert_close(got, expected, 1e-6)
 
 

@@ -27,7 +27,7 @@ def test_every_case_with_a_reference_runs():
             if case.has_torch:
                 case.make(0)(implementation="torch")
                 ran += 1
-    assert ran == 2 * 20
+    assert ran == 2 * 21
 
 
 def test_bytes_and_flops_of_attention():

@@ -1,7 +1,8 @@
 """`kernels.target_probs` in Triton, without a sort: what top-k and top-p leave is everything from one key on.
 
-A key orders like (logit, token order), see `top_tokens`; the two thresholds are found bit by bit, each bit with one
-pass over the row, which lies in the cache by then.
+A key orders like (logit, token order), see `top_tokens`; a threshold is found bit by bit. What is surely below it is
+left out first: what k runs of neighbours have something better than, or for top-p seven eighths of all runs, if what is
+left has mass enough. These candidates are looked at again and again at hand; where they are too many, the whole row is.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import block_size
-from .top_tokens import LOWEST, sort_key
+from .top_tokens import LOWEST, key_value, sort_key
 
 CHUNK = 4096
+SAME_LOGIT = tl.constexpr(1 << 32)  # keys of one logit are less than half of that apart
+RUN = 128  # neighbours of which only the best is looked at, to see what top-k surely leaves out
+CAPACITY = 4096  # candidates of a row
+FEW_ROWS = 132  # on so many, a program may have all of a multiprocessor
 
 
 @triton.jit
@@ -70,18 +75,152 @@ def _mass_from(row_ptr, key, size, temperature, peak, COUNT: tl.constexpr, CHUNK
 
 @triton.jit
 def _threshold(row_ptr, wanted, floor, size, temperature, peak, COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest key from which on there is `wanted`; keys below `floor` count for nothing."""
+    """A key from which on there is `wanted`, and not from the next token's; keys below `floor` count for nothing."""
     found = tl.full((), LOWEST, tl.int64)
     step = tl.full((), 1 << 62, tl.int64)
     zero = tl.full((), 0, tl.int64)
     if _mass_from(row_ptr, tl.maximum(zero, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
         found = zero
-    for _ in range(63):
+    for _ in range(31):
         tried = found + step
         if _mass_from(row_ptr, tl.maximum(tried, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
             found = tried
         step = step >> 1
+    num_there = _mass_from(row_ptr, tl.maximum(found, floor), size, temperature, peak, True, CHUNK)
+    num_above = _mass_from(
+        row_ptr, tl.maximum(found + SAME_LOGIT, floor), size, temperature, peak, True, CHUNK
+    )
+    if num_there - num_above > 1.5:  # only of equal logits does the order matter
+        step = tl.full((), SAME_LOGIT >> 2, tl.int64)
+        for _ in range(31):
+            tried = found + step
+            if _mass_from(row_ptr, tl.maximum(tried, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
+                found = tried
+            step = step >> 1
     return found
+
+
+@triton.jit
+def _run_floor(runs_ptr, wanted, num_runs, RUNS: tl.constexpr):
+    """The smallest key of the largest logit that `wanted` runs reach: at least so many tokens are there or above."""
+    run = tl.arange(0, RUNS)
+    best = tl.load(runs_ptr + run, mask=run < num_runs, other=LOWEST, cache_modifier=".cg")
+    best = best >> 32  # without the tokens' order
+    found = tl.full((), -(1 << 31), tl.int64)
+    step = tl.full((), 1 << 31, tl.int64)
+    for _ in range(32):
+        tried = found + step
+        if tl.sum(((best >= tried) & (run < num_runs)).to(tl.int32), axis=0) >= wanted:
+            found = tried
+        step = step >> 1
+    return found << 32
+
+
+@triton.jit
+def _gather_candidates(
+    row_ptr, candidates_ptr, floor, size, temperature, CAPACITY: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Writes the keys from `floor` on; how many there are, not all of them written if they are more than `CAPACITY`."""
+    count = tl.full((), 0, tl.int32)
+    for start in range(0, size, CHUNK):
+        keys, _ = _chunk(row_ptr, start, size, temperature, CHUNK)
+        is_one = (keys >= floor).to(tl.int32)
+        place = count + tl.cumsum(is_one, axis=0) - 1
+        tl.store(candidates_ptr + place, keys, mask=(is_one > 0) & (place < CAPACITY))
+        count += tl.sum(is_one, axis=0)
+    return count
+
+
+@triton.jit
+def _threshold_among(keys, weights, wanted, floor):
+    """`_threshold` of candidates at hand: `keys` and `weights` (float64) [CAPACITY]."""
+    found = tl.full((), LOWEST, tl.int64)
+    step = tl.full((), 1 << 62, tl.int64)
+    zero = tl.full((), 0, tl.int64)
+    if tl.sum(tl.where(keys >= tl.maximum(zero, floor), weights, 0.0), axis=0) >= wanted:
+        found = zero
+    for _ in range(31):
+        tried = found + step
+        if tl.sum(tl.where(keys >= tl.maximum(tried, floor), weights, 0.0), axis=0) >= wanted:
+            found = tried
+        step = step >> 1
+    is_there = (keys >= tl.maximum(found, floor)) & (keys < found + SAME_LOGIT)
+    if tl.sum(is_there.to(tl.int32), axis=0) > 1:
+        step = tl.full((), SAME_LOGIT >> 2, tl.int64)
+        for _ in range(31):
+            tried = found + step
+            if tl.sum(tl.where(keys >= tl.maximum(tried, floor), weights, 0.0), axis=0) >= wanted:
+                found = tried
+            step = step >> 1
+    return found
+
+
+@triton.jit
+def _first_among(keys, weights, top_k, top_p, mass, largest, cuts_k):
+    """The first key that is kept, from a row's candidates; `mass`: of the whole row, where top-k does not cut."""
+    first = tl.full((), LOWEST + 1, tl.int64)
+    if cuts_k:
+        first = _threshold_among(keys, (keys > LOWEST).to(tl.float64), top_k.to(tl.float64), first)
+        mass = tl.sum(tl.where(keys >= first, weights, 0.0), axis=0)
+    if top_p < 1.0:
+        cut = _threshold_among(keys, weights, top_p.to(tl.float64) * mass, first)
+        first = tl.minimum(tl.maximum(first, cut), largest)  # at least one token
+    return first
+
+
+@triton.jit
+def _first_of_row(row_ptr, top_k, top_p, largest, size, temperature, peak, cuts_k, CHUNK: tl.constexpr):
+    """The same from all of the row."""
+    first = tl.full((), LOWEST + 1, tl.int64)
+    if cuts_k:
+        first = _threshold(row_ptr, top_k.to(tl.float64), first, size, temperature, peak, True, CHUNK)
+    if top_p < 1.0:
+        mass = _mass_from(row_ptr, first, size, temperature, peak, False, CHUNK)
+        wanted = top_p.to(tl.float64) * mass
+        cut = _threshold(row_ptr, wanted, first, size, temperature, peak, False, CHUNK)
+        first = tl.minimum(tl.maximum(first, cut), largest)  # at least one token
+    return first
+
+
+@triton.jit
+def _first_kept(
+    row_ptr,
+    runs_ptr,
+    candidates_ptr,
+    top_k,
+    top_p,
+    largest,
+    size,
+    num_runs,
+    temperature,
+    peak,
+    RUNS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The smallest key that top-k and top-p keep."""
+    cuts_k = (top_k >= 1) & (top_k < size)
+    first = tl.full((), LOWEST + 1, tl.int64)
+    if cuts_k | (top_p < 1.0):
+        floor = first
+        mass = tl.full((), 0.0, tl.float64)
+        if cuts_k:
+            if top_k <= num_runs:
+                floor = _run_floor(runs_ptr, top_k, num_runs, RUNS)
+        else:
+            floor = _run_floor(runs_ptr, tl.maximum(num_runs - num_runs // 8, 1), num_runs, RUNS)
+            mass = _mass_from(row_ptr, first, size, temperature, peak, False, CHUNK)
+        count = _gather_candidates(row_ptr, candidates_ptr, floor, size, temperature, CAPACITY, CHUNK)
+        tl.debug_barrier()  # all of them are written
+        at = tl.arange(0, CAPACITY)
+        keys = tl.load(candidates_ptr + at, mask=at < count, other=LOWEST, cache_modifier=".cg")
+        weights = tl.where(at < count, tl.exp(key_value(keys) / temperature - peak), 0.0).to(tl.float64)
+        is_enough = cuts_k | (tl.sum(weights, axis=0) >= top_p.to(tl.float64) * mass)
+        if (count <= CAPACITY) & is_enough:
+            first = _first_among(keys, weights, top_k, top_p, mass, largest, cuts_k)
+        else:
+            first = _first_of_row(row_ptr, top_k, top_p, largest, size, temperature, peak, cuts_k, CHUNK)
+    return first
 
 
 @triton.jit
@@ -91,31 +230,46 @@ def _target_probs_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    runs_ptr,
+    candidates_ptr,
     out_ptr,
     size,
     stride,
+    num_runs,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    CAPACITY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
+    runs_ptr += row * num_runs
     temperature = tl.load(temperature_ptr + row)
     peak = tl.full((), float("-inf"), tl.float32)
     largest = tl.full((), LOWEST, tl.int64)
     for start in range(0, size, CHUNK):
         keys, scaled = _chunk(row_ptr, start, size, temperature, CHUNK)
         peak = tl.maximum(peak, tl.max(scaled, axis=0))
-        largest = tl.maximum(largest, tl.max(keys, axis=0))
-
-    first = tl.full((), LOWEST + 1, tl.int64)  # of what is kept: everything so far
-    top_k = tl.load(top_k_ptr + row)
-    if (top_k >= 1) & (top_k < size):
-        first = _threshold(row_ptr, top_k.to(tl.float64), first, size, temperature, peak, True, CHUNK)
-    top_p = tl.load(top_p_ptr + row)
-    if top_p < 1.0:
-        mass = _mass_from(row_ptr, first, size, temperature, peak, False, CHUNK)
-        wanted = top_p.to(tl.float64) * mass
-        cut = _threshold(row_ptr, wanted, first, size, temperature, peak, False, CHUNK)
-        first = tl.minimum(tl.maximum(first, cut), largest)  # at least one token
+        best = tl.max(keys.reshape(CHUNK // RUN, RUN), axis=1)
+        run = start // RUN + tl.arange(0, CHUNK // RUN)
+        tl.store(runs_ptr + run, best, mask=run < num_runs)
+        largest = tl.maximum(largest, tl.max(best, axis=0))
+    tl.debug_barrier()  # all runs' best are written
+    first = _first_kept(
+        row_ptr,
+        runs_ptr,
+        candidates_ptr + row * CAPACITY,
+        tl.load(top_k_ptr + row),
+        tl.load(top_p_ptr + row),
+        largest,
+        size,
+        num_runs,
+        temperature,
+        peak,
+        RUNS,
+        CAPACITY,
+        CHUNK,
+    )
 
     smallest = tl.load(min_p_ptr + row)  # the largest weight is exp(0)
     total = tl.full((), 0.0, tl.float64)
@@ -168,6 +322,12 @@ def target_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     num_rows, size = logits.shape
     assert logits.stride(1) == 1
     out = torch.empty((num_rows, size), dtype=torch.float32, device=logits.device)
+    chunk = min(CHUNK, block_size(size))
+    run = min(RUN, chunk)
+    num_runs = triton.cdiv(size, run)
+    runs, candidates = (
+        torch.empty((num_rows, n), dtype=torch.int64, device=logits.device) for n in (num_runs, CAPACITY)
+    )
     if num_rows:
         _target_probs_kernel[(num_rows,)](
             logits,
@@ -175,10 +335,16 @@ def target_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
             top_k,
             top_p,
             min_p,
+            runs,
+            candidates,
             out,
             size,
             logits.stride(0),
-            CHUNK=min(CHUNK, block_size(size)),
-            num_warps=8,
+            num_runs,
+            RUN=run,
+            RUNS=block_size(num_runs),
+            CAPACITY=CAPACITY,
+            CHUNK=chunk,
+            num_warps=16 if num_rows <= FEW_ROWS else 8,
         )
     return out
