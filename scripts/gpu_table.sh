@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The tables of docs/performance.md on a bare machine with one GPU (an H200: 25 GB of its disk, 12 GPU minutes).
+# The tables of docs/performance.md on a bare machine with one GPU (an H200: 25 GB of its disk, some 15 GPU minutes).
 #
-#   scripts/gpu_table.sh OUT          writes OUT/table.json, OUT/simulated.json, OUT/*breakdown, logs, and a plot
+#   scripts/gpu_table.sh OUT          writes OUT/table.json, simulated.json, random.json, *breakdown, logs, and a plot
 #   scripts/performance_tables.py --record OUT    then puts them under benchmark/results and into the page
 #
 # Run again after an interruption, it goes on with what OUT lacks: leave OUT where it is.
 #
 #   PAIR          where the inflated pair lies or is made  (default: $TMPDIR or /tmp, flashspark-qwen3-8b)
-#   PIECES        concurrencies, one engine for each group (default: 1,2,4,8,16,32,64,128,256 on one: a start takes 70 s)
+#   PIECES        concurrencies, one engine for each group (default: 1,2,4,8,16,32,64,128,256 on one: a start takes 80 s)
 #   LENGTHS       where compact is compared with every fixed block length (default: "W2:0 W1:0"; "none": nowhere)
 #   PARTS         of table, breakdown, simulated, random, kernels  (default: "table breakdown simulated random");
 #                 breakdowns are of the engines of table and simulated, or of one of its own if neither is asked for;

@@ -2,9 +2,9 @@
 
 One program takes one tile of a request's rows with all query heads of one key head, so that keys are loaded once for
 the group, and one share of the keys. Shares follow from the request's own number of keys, read on the device; whoever
-is done last puts their results together, in the order of the keys, and a request's numbers depend on nothing else in
-the batch. Nothing is read on the host, and absent slots leave at once, so a launch can be captured for a whole bucket
-of requests.
+is done last puts their results together, in the order of the keys, and a request's numbers depend on nothing else of
+the batch but its number of slots. Nothing is read on the host, and absent slots leave at once, so a launch can be
+captured for a whole bucket of requests.
 
 The reference is `attention.torch_native`.
 """
