@@ -52,6 +52,8 @@ def test_a_file_that_was_moved_is_refused(tmp_path, caplog):
     cache(tmp_path).path.rename(cache(tmp_path, versions="torch 2").path)
     assert cache(tmp_path, versions="torch 2").load() is None
     assert "is not used, it was measured for versions torch 1, now torch 2; measuring again" in caplog.text
+    assert cache(tmp_path).load() is None
+    assert "is not used, it has another file's name" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,10 @@ def test_a_damaged_file_is_measured_again(tmp_path, caplog, text, word):
     assert cache(tmp_path).load() is None
     assert word in caplog.text
     assert "measuring again" in caplog.text
-    cache(tmp_path, versions="torch 2").load()  # looks at it as the newest of its family, and does not mind
+    caplog.clear()
+    assert cache(tmp_path, versions="torch 2").load() is None  # looks at it as the newest of its family
+    assert "the newest cached cost table of these models is not used, it " in caplog.text
+    assert word in caplog.text
     cache(tmp_path).store(STORED)
     assert cache(tmp_path).load() == STORED
 

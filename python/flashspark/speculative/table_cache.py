@@ -83,9 +83,10 @@ class TableCache:
             )
         except OSError:
             others = []
-        stored = _read(others[-1])[0] if others else None
-        if stored is not None:
-            problem = _difference(stored.fingerprint, self._fingerprint)
+        if others:
+            stored, problem = _read(others[-1])
+            if stored is not None:
+                problem = _difference(stored.fingerprint, self._fingerprint) or "has another file's name"
             logger.info("the newest cached cost table of these models is not used, it %s", problem)
 
 
