@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from flashspark.attention import triton_paged
+from flashspark.attention import interface, triton_paged
 from flashspark.attention.interface import RaggedQueries
 from flashspark.attention.registry import make_backend
 from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
@@ -160,13 +160,6 @@ def test_projected_windows_are_turned_and_written(heads, kv_heads, dim, page_siz
 def test_the_backend_takes_projected_rows_of_any_window(max_rows, most_programs, monkeypatch):
     """One launch where a program holds a window, two where it does not, of many requests and for prompts: the same
     numbers."""
-    separate = []
-    monkeypatch.setattr(triton_paged, "MAX_TURNING_PROGRAMS", most_programs)
-    monkeypatch.setattr(
-        triton_paged,
-        "qk_norm_rope_write",
-        lambda *args: separate.append(1) or qk_norm_rope_write(*args),
-    )
     pages = Pages(2, 96, page_size=16)
     spans = [(0, 20, max_rows), (1, 0, 2)]
     rows, turn, (k, v) = projected(pages, spans, 8, 2, 16, torch.float32)
@@ -174,6 +167,13 @@ def test_the_backend_takes_projected_rows_of_any_window(max_rows, most_programs,
     on_cpu = HeadTurn(*(a.cpu() if torch.is_tensor(a) else a for a in turn))
     queries = pages.ragged(spans)
     reference = NATIVE.ragged_projected(rows.cpu(), on_cpu, *expected, queries, 0.2)
+    separate = []
+    monkeypatch.setattr(triton_paged, "MAX_TURNING_PROGRAMS", most_programs)
+    monkeypatch.setattr(
+        interface,
+        "qk_norm_rope_write",
+        lambda *args: separate.append(1) or qk_norm_rope_write(*args),
+    )
     backend = make_backend("triton", DEVICE)
     for host_lens in (None, ([n for _, _, n in spans], [s + n for _, s, n in spans])):
         given = replace(on_device(queries), max_rows=max_rows, host_lens=host_lens)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashspark.kernels.qk_norm_rope import HeadTurn
+from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,11 @@ class AttentionBackend(Protocol):
         """As `ragged`, of `heads` [M, num_heads + 2 * num_kv_heads, head_dim] as they come out of the projection.
 
         What `kernels.qk_norm_rope.qk_norm_rope_write` does is done first: keys and values need not be at
-        `queries.slots` before, and are after. Rows of padding may be written there or not.
+        `queries.slots` before, and are after. Rows of padding may be written there or not. Here it is a launch
+        of its own, for backends that have nothing better.
         """
-        ...
+        q = qk_norm_rope_write(heads, *turn, queries.slots, k_cache, v_cache)
+        return self.ragged(q, k_cache, v_cache, queries, scale)
 
     def block(
         self,

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
-from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
+from flashspark.attention.interface import (
+    AttentionBackend,
+    AttentionCapabilities,
+    BlockQueries,
+    RaggedQueries,
+)
 
 MAX_ROWS_TO_FOLD = 32
 
@@ -51,7 +55,7 @@ class _Span:
         )
 
 
-class TorchNativeBackend:
+class TorchNativeBackend(AttentionBackend):
     """`AttentionBackend` in torch; the numbers every other backend is held against."""
 
     name = "torch_native"
@@ -79,19 +83,6 @@ class TorchNativeBackend:
         if num_rows < q.shape[0]:
             outs.append(torch.zeros_like(q[num_rows:]))
         return torch.cat(outs)
-
-    def ragged_projected(
-        self,
-        heads: Tensor,
-        turn: HeadTurn,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        queries: RaggedQueries,
-        scale: float,
-    ) -> Tensor:
-        """See `AttentionBackend`."""
-        q = qk_norm_rope_write(heads, *turn, queries.slots, k_cache, v_cache)
-        return self.ragged(q, k_cache, v_cache, queries, scale)
 
     def block(
         self,

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashspark.attention.interface import AttentionCapabilities, BlockQueries, RaggedQueries
-from flashspark.kernels.qk_norm_rope import HeadTurn, qk_norm_rope_write
+from flashspark.attention.interface import (
+    AttentionBackend,
+    AttentionCapabilities,
+    BlockQueries,
+    RaggedQueries,
+)
+from flashspark.kernels.qk_norm_rope import HeadTurn
 from flashspark.kernels.triton.launch import is_interpreted
 from flashspark.kernels.triton.paged_attention import block_attention, fits_a_tile, ragged_attention
 
@@ -16,7 +21,7 @@ from flashspark.kernels.triton.paged_attention import block_attention, fits_a_ti
 MAX_TURNING_PROGRAMS = 384
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """`AttentionBackend` over `kernels.triton.paged_attention`."""
 
     name = "triton"
@@ -56,8 +61,7 @@ class TritonBackend:
         is_few = queries.host_lens is None and len(queries.page_table) * num_kv_heads <= MAX_TURNING_PROGRAMS
         if is_few and fits_a_tile(queries.max_rows or heads.shape[0], num_heads, num_kv_heads):
             return _ragged(heads, turn, k_cache, v_cache, queries, scale)
-        q = qk_norm_rope_write(heads, *turn, queries.slots, k_cache, v_cache)
-        return _ragged(q, None, k_cache, v_cache, queries, scale)
+        return super().ragged_projected(heads, turn, k_cache, v_cache, queries, scale)
 
     def block(
         self,
