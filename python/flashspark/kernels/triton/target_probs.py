@@ -2,7 +2,7 @@
 
 A key orders like (logit, token order), see `top_tokens`; a threshold is found bit by bit. What is surely below it is
 left out first: what k runs of neighbours have something better than, or for top-p seven eighths of all runs, if what is
-left has mass enough. These candidates are looked at again and again at hand; where they are too many, the whole row is.
+left has mass enough. These candidates are looked at again and again; where they are too many, the whole row is.
 """
 
 from __future__ import annotations
@@ -53,19 +53,35 @@ def _adjust_kernel(
 
 
 @triton.jit
-def _chunk(row_ptr, start, size, temperature, CHUNK: tl.constexpr):
-    """Keys, and logits over the temperature, of a chunk; nothing past the row's end counts."""
+def _chunk(source_ptr, start, size, temperature, ARE_KEYS: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys, and logits over the temperature, of a chunk of a row of logits, or of candidates (`ARE_KEYS`); nothing past
+    the end counts."""
     index = start + tl.arange(0, CHUNK)
-    value = tl.load(row_ptr + index, mask=index < size, other=float("-inf"))
-    return tl.where(index < size, sort_key(value, index), LOWEST), value / temperature
+    inside = index < size
+    if ARE_KEYS:
+        keys = tl.load(source_ptr + index, mask=inside, other=LOWEST, cache_modifier=".cg")
+        value = tl.where(inside, key_value(keys), float("-inf"))
+    else:
+        value = tl.load(source_ptr + index, mask=inside, other=float("-inf"))
+        keys = tl.where(inside, sort_key(value, index), LOWEST)
+    return keys, value / temperature
 
 
 @triton.jit
-def _mass_from(row_ptr, key, size, temperature, peak, COUNT: tl.constexpr, CHUNK: tl.constexpr):
+def _mass_from(
+    source_ptr,
+    key,
+    size,
+    temperature,
+    peak,
+    COUNT: tl.constexpr,
+    ARE_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Number (`COUNT`) or unnormalised mass of the tokens from `key` on, float64."""
     mass = tl.full((), 0.0, tl.float64)
     for start in range(0, size, CHUNK):
-        keys, scaled = _chunk(row_ptr, start, size, temperature, CHUNK)
+        keys, scaled = _chunk(source_ptr, start, size, temperature, ARE_KEYS, CHUNK)
         weight = tl.exp(scaled - peak)
         if COUNT:
             weight = weight * 0.0 + 1.0
@@ -74,29 +90,59 @@ def _mass_from(row_ptr, key, size, temperature, peak, COUNT: tl.constexpr, CHUNK
 
 
 @triton.jit
-def _threshold(row_ptr, wanted, floor, size, temperature, peak, COUNT: tl.constexpr, CHUNK: tl.constexpr):
+def _with_bits(
+    source_ptr,
+    found,
+    step,
+    wanted,
+    floor,
+    size,
+    temperature,
+    peak,
+    COUNT: tl.constexpr,
+    ARE_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`found` and those of 31 bits, from `step` down, with which there still is `wanted`."""
+    for _ in range(31):
+        key = tl.maximum(found + step, floor)
+        if _mass_from(source_ptr, key, size, temperature, peak, COUNT, ARE_KEYS, CHUNK) >= wanted:
+            found += step
+        step = step >> 1
+    return found
+
+
+@triton.jit
+def _threshold(
+    source_ptr,
+    wanted,
+    floor,
+    size,
+    temperature,
+    peak,
+    COUNT: tl.constexpr,
+    ARE_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """A key from which on there is `wanted`, and not from the next token's; keys below `floor` count for nothing."""
     found = tl.full((), LOWEST, tl.int64)
-    step = tl.full((), 1 << 62, tl.int64)
     zero = tl.full((), 0, tl.int64)
-    if _mass_from(row_ptr, tl.maximum(zero, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
+    key = tl.maximum(zero, floor)
+    if _mass_from(source_ptr, key, size, temperature, peak, COUNT, ARE_KEYS, CHUNK) >= wanted:
         found = zero
-    for _ in range(31):
-        tried = found + step
-        if _mass_from(row_ptr, tl.maximum(tried, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
-            found = tried
-        step = step >> 1
-    num_there = _mass_from(row_ptr, tl.maximum(found, floor), size, temperature, peak, True, CHUNK)
-    num_above = _mass_from(
-        row_ptr, tl.maximum(found + SAME_LOGIT, floor), size, temperature, peak, True, CHUNK
+    step = tl.full((), 1 << 62, tl.int64)
+    found = _with_bits(
+        source_ptr, found, step, wanted, floor, size, temperature, peak, COUNT, ARE_KEYS, CHUNK
     )
+    key = tl.maximum(found, floor)
+    num_there = _mass_from(source_ptr, key, size, temperature, peak, True, ARE_KEYS, CHUNK)
+    key = tl.maximum(found + SAME_LOGIT, floor)
+    num_above = _mass_from(source_ptr, key, size, temperature, peak, True, ARE_KEYS, CHUNK)
     if num_there - num_above > 1.5:  # only of equal logits does the order matter
         step = tl.full((), SAME_LOGIT >> 2, tl.int64)
-        for _ in range(31):
-            tried = found + step
-            if _mass_from(row_ptr, tl.maximum(tried, floor), size, temperature, peak, COUNT, CHUNK) >= wanted:
-                found = tried
-            step = step >> 1
+        found = _with_bits(
+            source_ptr, found, step, wanted, floor, size, temperature, peak, COUNT, ARE_KEYS, CHUNK
+        )
     return found
 
 
@@ -123,7 +169,7 @@ def _gather_candidates(
     """Writes the keys from `floor` on; how many there are, not all of them written if they are more than `CAPACITY`."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, size, CHUNK):
-        keys, _ = _chunk(row_ptr, start, size, temperature, CHUNK)
+        keys, _ = _chunk(row_ptr, start, size, temperature, False, CHUNK)
         is_one = (keys >= floor).to(tl.int32)
         place = count + tl.cumsum(is_one, axis=0) - 1
         tl.store(candidates_ptr + place, keys, mask=(is_one > 0) & (place < CAPACITY))
@@ -132,52 +178,29 @@ def _gather_candidates(
 
 
 @triton.jit
-def _threshold_among(keys, weights, wanted, floor):
-    """`_threshold` of candidates at hand: `keys` and `weights` (float64) [CAPACITY]."""
-    found = tl.full((), LOWEST, tl.int64)
-    step = tl.full((), 1 << 62, tl.int64)
-    zero = tl.full((), 0, tl.int64)
-    if tl.sum(tl.where(keys >= tl.maximum(zero, floor), weights, 0.0), axis=0) >= wanted:
-        found = zero
-    for _ in range(31):
-        tried = found + step
-        if tl.sum(tl.where(keys >= tl.maximum(tried, floor), weights, 0.0), axis=0) >= wanted:
-            found = tried
-        step = step >> 1
-    is_there = (keys >= tl.maximum(found, floor)) & (keys < found + SAME_LOGIT)
-    if tl.sum(is_there.to(tl.int32), axis=0) > 1:
-        step = tl.full((), SAME_LOGIT >> 2, tl.int64)
-        for _ in range(31):
-            tried = found + step
-            if tl.sum(tl.where(keys >= tl.maximum(tried, floor), weights, 0.0), axis=0) >= wanted:
-                found = tried
-            step = step >> 1
-    return found
-
-
-@triton.jit
-def _first_among(keys, weights, top_k, top_p, mass, largest, cuts_k):
-    """The first key that is kept, from a row's candidates; `mass`: of the whole row, where top-k does not cut."""
+def _first_of(
+    source_ptr,
+    top_k,
+    top_p,
+    mass,
+    largest,
+    size,
+    temperature,
+    peak,
+    cuts_k,
+    ARE_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The first key that is kept of a row, or of candidates; `mass`: of the whole row, where top-k does not cut."""
     first = tl.full((), LOWEST + 1, tl.int64)
     if cuts_k:
-        first = _threshold_among(keys, (keys > LOWEST).to(tl.float64), top_k.to(tl.float64), first)
-        mass = tl.sum(tl.where(keys >= first, weights, 0.0), axis=0)
+        first = _threshold(
+            source_ptr, top_k.to(tl.float64), first, size, temperature, peak, True, ARE_KEYS, CHUNK
+        )
+        mass = _mass_from(source_ptr, first, size, temperature, peak, False, ARE_KEYS, CHUNK)
     if top_p < 1.0:
-        cut = _threshold_among(keys, weights, top_p.to(tl.float64) * mass, first)
-        first = tl.minimum(tl.maximum(first, cut), largest)  # at least one token
-    return first
-
-
-@triton.jit
-def _first_of_row(row_ptr, top_k, top_p, largest, size, temperature, peak, cuts_k, CHUNK: tl.constexpr):
-    """The same from all of the row."""
-    first = tl.full((), LOWEST + 1, tl.int64)
-    if cuts_k:
-        first = _threshold(row_ptr, top_k.to(tl.float64), first, size, temperature, peak, True, CHUNK)
-    if top_p < 1.0:
-        mass = _mass_from(row_ptr, first, size, temperature, peak, False, CHUNK)
         wanted = top_p.to(tl.float64) * mass
-        cut = _threshold(row_ptr, wanted, first, size, temperature, peak, False, CHUNK)
+        cut = _threshold(source_ptr, wanted, first, size, temperature, peak, False, ARE_KEYS, CHUNK)
         first = tl.minimum(tl.maximum(first, cut), largest)  # at least one token
     return first
 
@@ -209,17 +232,20 @@ def _first_kept(
                 floor = _run_floor(runs_ptr, top_k, num_runs, RUNS)
         else:
             floor = _run_floor(runs_ptr, tl.maximum(num_runs - num_runs // 8, 1), num_runs, RUNS)
-            mass = _mass_from(row_ptr, first, size, temperature, peak, False, CHUNK)
+            mass = _mass_from(row_ptr, first, size, temperature, peak, False, False, CHUNK)
         count = _gather_candidates(row_ptr, candidates_ptr, floor, size, temperature, CAPACITY, CHUNK)
         tl.debug_barrier()  # all of them are written
-        at = tl.arange(0, CAPACITY)
-        keys = tl.load(candidates_ptr + at, mask=at < count, other=LOWEST, cache_modifier=".cg")
-        weights = tl.where(at < count, tl.exp(key_value(keys) / temperature - peak), 0.0).to(tl.float64)
-        is_enough = cuts_k | (tl.sum(weights, axis=0) >= top_p.to(tl.float64) * mass)
+        num = tl.minimum(count, CAPACITY)
+        there = _mass_from(candidates_ptr, first, num, temperature, peak, False, True, CAPACITY)
+        is_enough = cuts_k | (there >= top_p.to(tl.float64) * mass)
         if (count <= CAPACITY) & is_enough:
-            first = _first_among(keys, weights, top_k, top_p, mass, largest, cuts_k)
+            first = _first_of(
+                candidates_ptr, top_k, top_p, mass, largest, num, temperature, peak, cuts_k, True, CAPACITY
+            )
         else:
-            first = _first_of_row(row_ptr, top_k, top_p, largest, size, temperature, peak, cuts_k, CHUNK)
+            first = _first_of(
+                row_ptr, top_k, top_p, mass, largest, size, temperature, peak, cuts_k, False, CHUNK
+            )
     return first
 
 
@@ -248,7 +274,7 @@ def _target_probs_kernel(
     peak = tl.full((), float("-inf"), tl.float32)
     largest = tl.full((), LOWEST, tl.int64)
     for start in range(0, size, CHUNK):
-        keys, scaled = _chunk(row_ptr, start, size, temperature, CHUNK)
+        keys, scaled = _chunk(row_ptr, start, size, temperature, False, CHUNK)
         peak = tl.maximum(peak, tl.max(scaled, axis=0))
         best = tl.max(keys.reshape(CHUNK // RUN, RUN), axis=1)
         run = start // RUN + tl.arange(0, CHUNK // RUN)
@@ -274,12 +300,12 @@ def _target_probs_kernel(
     smallest = tl.load(min_p_ptr + row)  # the largest weight is exp(0)
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, size, CHUNK):
-        keys, scaled = _chunk(row_ptr, start, size, temperature, CHUNK)
+        keys, scaled = _chunk(row_ptr, start, size, temperature, False, CHUNK)
         weight = tl.exp(scaled - peak)
         weight = tl.where((keys >= first) & (weight >= smallest), weight, 0.0)
         total += tl.sum(weight.to(tl.float64), axis=0)
     for start in range(0, size, CHUNK):
-        keys, scaled = _chunk(row_ptr, start, size, temperature, CHUNK)
+        keys, scaled = _chunk(row_ptr, start, size, temperature, False, CHUNK)
         weight = tl.exp(scaled - peak)
         weight = tl.where((keys >= first) & (weight >= smallest), weight, 0.0)
         index = start + tl.arange(0, CHUNK)
