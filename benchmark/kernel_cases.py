@@ -150,7 +150,7 @@ class Cases:
         yield self.heads(num_reqs)
         yield self.attention(num_reqs, "verify attention, full", full)
         yield self.attention(num_reqs, "verify attention, trimmed", trimmed)
-        yield self.projected_attention(num_reqs)
+        yield self.attention(num_reqs, "verify attention, projected", full, projected=True)
         if self.flashinfer is not None:
             yield self.attention(num_reqs, "verify, full, flashinfer", full, self.flashinfer)
             chunks = [self.g.kv_len] * num_reqs
@@ -187,15 +187,19 @@ class Cases:
         name: str,
         lens: list[int],
         flashinfer: Callable[[], AttentionBackend] | None = None,
+        projected: bool = False,
     ) -> Case:
         """Verify rows of uneven blocks over `kv_len` keys each, or whole prompts; through `flashinfer`, planned
-        before the timing."""
+        before the timing. `projected`: rows as they come out of the projection, whose norms, rope and write of keys
+        and values are part of it."""
         g, num_rows = self.g, sum(lens)
+        num_heads = g.num_heads + 2 * g.num_kv_heads * projected
 
         def make(seed: int) -> Call:
             x = self._inputs(seed)
             table, num_slots = x.pages(g, num_reqs)
-            q = x.randn(num_rows, g.num_heads, g.head_dim, dtype=self.dtype)
+            q = x.randn(num_rows, num_heads, g.head_dim, dtype=self.dtype)
+            turn = self._turn(x, num_rows) if projected else None
             indptr = torch.tensor([0, *lens], device=self.device).cumsum(0)
             kv_lens = self._lens([g.kv_len] * num_reqs)
             caches = self._caches(x, num_slots)
@@ -206,41 +210,18 @@ class Cases:
                 call()
                 return call
             args = indptr, kv_lens, None, table, g.page_size, g.head_dim**-0.5, max(*lens, g.width)
-            return partial(ragged_attention, q, *caches, *args, is_prefill=max(lens) > g.width)
+            return partial(ragged_attention, q, *caches, *args, is_prefill=max(lens) > g.width, turn=turn)
 
         keys = num_reqs * g.kv_len * g.num_kv_heads * g.head_dim * 2 * self._size
-        rows = num_rows * g.num_heads * g.head_dim * 2 * self._size
+        rows = num_rows * 2 * num_heads * g.head_dim * self._size
         visible = g.kv_len / 2 if lens[0] == g.kv_len else g.kv_len
         flops = 4.0 * num_rows * g.num_heads * g.head_dim * visible
         return Case(name, num_reqs, make, keys + rows, flops, has_torch=False)
 
-    def projected_attention(self, num_reqs: int) -> Case:
-        """Full blocks as they come out of the projection: norms, rope, the write of keys and values, attention."""
-        g, num_rows = self.g, num_reqs * self.g.width
-
-        def make(seed: int) -> Call:
-            x = self._inputs(seed)
-            table, num_slots = x.pages(g, num_reqs)
-            heads = x.randn(num_rows, g.num_heads + 2 * g.num_kv_heads, g.head_dim, dtype=self.dtype)
-            weight = x.randn(g.num_heads + g.num_kv_heads, g.head_dim, dtype=self.dtype)
-            cos, sin = (x.randn(num_rows, 1, g.head_dim, dtype=self.dtype) for _ in range(2))
-            indptr = torch.arange(0, num_rows + 1, g.width, device=self.device)
-            args = (
-                indptr,
-                self._lens([g.kv_len] * num_reqs),
-                None,
-                table,
-                g.page_size,
-                g.head_dim**-0.5,
-                g.width,
-            )
-            turn = HeadTurn(weight, 1e-6, cos, sin)
-            return partial(ragged_attention, heads, *self._caches(x, num_slots), *args, turn=turn)
-
-        keys = num_reqs * g.kv_len * g.num_kv_heads * g.head_dim * 2 * self._size
-        rows = num_rows * g.head_dim * (2 * g.num_heads + 4 * g.num_kv_heads) * self._size
-        flops = 4.0 * num_rows * g.num_heads * g.head_dim * g.kv_len
-        return Case("verify attention, projected", num_reqs, make, keys + rows, flops, has_torch=False)
+    def _turn(self, inputs: Inputs, num_rows: int) -> HeadTurn:
+        shapes = (self.g.num_heads + self.g.num_kv_heads,), (num_rows, 1), (num_rows, 1)
+        weight, cos, sin = (inputs.randn(*shape, self.g.head_dim, dtype=self.dtype) for shape in shapes)
+        return HeadTurn(weight, 1e-6, cos, sin)
 
     def draft_attention(self, num_reqs: int) -> Case:
         """Draft blocks over their context and themselves."""

@@ -80,7 +80,6 @@ def add_pages(
     pages_ptr,
     start,
     end,
-    last_key,
     position,
     page_size,
     kv_head,
@@ -95,8 +94,8 @@ def add_pages(
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Keys `start` … `end` - 1 of one request's pages; a row sees those up to `last_key` and within the window that
-    ends at its `position`, both [M]."""
+    """Keys `start` … `end` - 1 of one request's pages; a row sees those up to its own `position` [M], and within the
+    window that ends there."""
     for at in range(start, end, BLOCK_N):
         key = at + tl.arange(0, BLOCK_N)
         page = tl.load(pages_ptr + key // page_size, mask=key < end, other=0)
@@ -105,7 +104,7 @@ def add_pages(
         there = (key < end)[:, None] & (d < DIM)
         k = tl.load(k_ptr + source, mask=there, other=0.0)
         v = tl.load(v_ptr + source, mask=there, other=0.0)
-        visible = (key < end)[None, :] & (key[None, :] <= last_key[:, None])
+        visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (position[:, None] - key[None, :] < WINDOW)
         acc, peak, total = add_keys(q, k, v, visible, scale, acc, peak, total, DOT)

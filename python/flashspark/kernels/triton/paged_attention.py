@@ -83,7 +83,7 @@ def _attention_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     position = length + row if BLOCK_ROWS > 0 else length - num_rows + row
     acc, peak, total = add_pages(
-        q, k_ptr, v_ptr, pages_ptr, start, end, position, position, page_size, kv_head, d, scale, acc, peak, total,
+        q, k_ptr, v_ptr, pages_ptr, start, end, position, page_size, kv_head, d, scale, acc, peak, total,
         NUM_KV_HEADS, DIM, WINDOW, BLOCK_N, DOT,
     )  # fmt: skip
     if BLOCK_ROWS > 0:  # known when compiling, the next one is not
